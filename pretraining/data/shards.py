@@ -338,10 +338,8 @@ class SplitWriter:
 
         count = self._ends[-1]
         ends, tokens = _arrow_array(np.asarray(self._ends)), _arrow_array(self._tokens[:count])
-        rows, num_bytes = (
-            pa.LargeListArray.from_arrays(ends, tokens),
-            _arrow_array(np.asarray(self._num_bytes)),
-        )
+        rows = pa.LargeListArray.from_arrays(ends, tokens)
+        num_bytes = _arrow_array(np.asarray(self._num_bytes))
         schema = pa.schema(
             {"input_ids": pa.large_list(pa.from_numpy_dtype(self.dtype)), "num_bytes": pa.uint64()},
             # what `datasets` reads

@@ -289,8 +289,11 @@ def read_documents(
     """
     column, extent, name = column or TextColumn(), extent or Extent(0), file.name.lower()
     try:
-        if column.format is not None:
-            yield from (_read_plain_lines if column.format == "lines" else _read_fasta)(file, extent)
+        if column.format == "lines":
+            for _, raw, where in _lines(file, extent):
+                yield _decode(raw.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"), where)
+        elif column.format == "fasta":
+            yield from _read_fasta(file, extent)
         elif name.endswith(".parquet"):
             yield from _read_parquet(file, column, extent)
         elif name.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
@@ -366,12 +369,6 @@ def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Ite
             yield column.document(row, where) if column.conditions else Document(text, where)
         elif not raw.isspace():
             yield _json_document(raw, where, column)
-
-
-def _read_plain_lines(file: InputFile, extent: Extent) -> Iterator[Document]:
-    """Read each line that begins in the extent as a document."""
-    for _, raw, where in _lines(file, extent):
-        yield _decode(raw.removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n"), where)
 
 
 def _read_fasta(file: InputFile, extent: Extent) -> Iterator[Document]:

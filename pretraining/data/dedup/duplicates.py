@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,16 @@ class DocumentNumbers:
 
     def split(self, values: np.ndarray) -> list[np.ndarray]:
         return np.split(values, self.first[1:-1])
+
+
+class StoredPairs:
+    """Arrays of `PAIR` in files: one of them is in memory at a time, as often as they are read."""
+
+    def __init__(self, paths: Sequence[Path]):
+        self.paths = paths
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return map(np.load, self.paths)
 
 
 class SignatureParts:
@@ -215,9 +225,6 @@ FATE_NAMES = ("train", "validation", "duplicate", "validation_twin")
 
 _NUM_EXAMPLES = 5
 
-PairSource: TypeAlias = np.ndarray | Callable[[], np.ndarray]
-"""An array of `pairs.PAIR`, or a function that loads one: only one of them is then in memory at a time."""
-
 
 class Clusters(NamedTuple):
     """The documents that have a duplicate, and the representative of each."""
@@ -241,8 +248,8 @@ class Clusters(NamedTuple):
         return self.members[self.members != self.representatives]
 
 
-def cluster(pairs: Sequence[PairSource], accepted: float) -> Clusters:
-    """Form clusters of the pairs of similarity `accepted` and above; each source of pairs is read twice."""
+def cluster(pairs: Iterable[np.ndarray], accepted: float) -> Clusters:
+    """Form clusters of the pairs of similarity `accepted` and above; each array of pairs is read twice."""
     members = np.zeros(0, np.int64)
     # Once for the members, then once for the edges: all pairs together may not fit in memory.
     for first, second in _accepted(pairs, accepted):
@@ -264,21 +271,17 @@ def cluster(pairs: Sequence[PairSource], accepted: float) -> Clusters:
     return Clusters(members, members[labels])
 
 
-def _accepted(pairs: Sequence[PairSource], accepted: float) -> Iterable[tuple[np.ndarray, np.ndarray]]:
-    for some in map(_load, pairs):
+def _accepted(pairs: Iterable[np.ndarray], accepted: float) -> Iterable[tuple[np.ndarray, np.ndarray]]:
+    for some in pairs:
         # In float32, as similarities are stored: else a pair exactly on the border could fall out.
         some = some[some["similarity"] >= np.float32(accepted)]
         yield some["first"], some["second"]
 
 
-def _load(source: PairSource) -> np.ndarray:
-    return source() if callable(source) else source
-
-
 def assign_fates(
     validation: Sequence[np.ndarray],
     clusters: Clusters,
-    pairs: Sequence[PairSource] = (),
+    pairs: Iterable[np.ndarray] = (),
     remove: bool = True,
 ) -> list[np.ndarray]:
     """Decide the fate of every document: uint8 [documents] for each piece.
@@ -293,7 +296,7 @@ def assign_fates(
     if remove:
         fates[clusters.dropped] = DUPLICATE
     twins = []
-    for some in map(_load, pairs):
+    for some in pairs:
         sides = [some["first"], some["second"]]
         if remove:  # a dropped document counts as its representative
             sides = [clusters.representatives_of(side) for side in sides]

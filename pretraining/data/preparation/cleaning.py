@@ -264,8 +264,7 @@ class Fates(Stage):
         """Write what becomes of every document, a file a piece, and a report."""
         clean = self.match.clean
         paths = [path for output in self.match.outputs() for path in sorted(output.glob("*.npy"))]
-        # Loaded when asked for, one at a time: all pairs may not fit into memory.
-        pairs = [lambda path=path: np.load(path) for path in paths]
+        pairs = duplicates.StoredPairs(paths)
         # Without similar pairs only equal texts (similarity 1) are in question.
         accepted = clean.minhash.accepted if clean.minhash else 1.0
         clusters = duplicates.cluster(pairs, accepted)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData, Quality
@@ -68,11 +69,8 @@ class FilterChain:
         # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality.text import TextView
 
-        rules = [
-            (number, rule)
-            for number, rule in enumerate(self.rules)
-            if rule.sources is None or source in rule.sources
-        ]
+        judging = [rule.sources is None or source in rule.sources for rule in self.rules]
+        rules = [*compress(enumerate(self.rules), judging)]
         return [self._apply(rules, TextView(text), where) for text, where in zip(texts, wheres, strict=True)]
 
     def _apply(self, rules: list[tuple[int, Rule]], view: "TextView", where: str) -> str | None:
