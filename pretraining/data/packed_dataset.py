@@ -189,7 +189,7 @@ class PackedDataset:
         """Read a batch, as torch's fetcher asks for it: the order is computed for all indices together."""
         if self.prefetcher is not None:
             self.prefetcher.advance(self.first_sample + min(indices))
-            self.splits[0].remote.count_reads(len(indices))
+            self.prefetcher.splits[0].remote.count_reads(len(indices))
         read = zip(self.block_numbers(indices).tolist(), indices, strict=True)
         return [self.read_block(block, self.first_sample + index) for block, index in read]
 

@@ -164,7 +164,8 @@ def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
     alpha, beta = np.exp(constants[3:])
     # a number that JSON can hold, where sizes explain nothing and the exponent has run away
     scales = np.exp(np.minimum([floor, size + alpha * middle[0], length + beta * middle[1]], 600.0))
-    return ParametricLoss(*scales.tolist(), float(alpha), float(beta), "a ladder")
+    lowest, of_size, of_tokens = scales.tolist()
+    return ParametricLoss(lowest, of_size, of_tokens, float(alpha), float(beta), "a ladder")
 
 
 def _is_enough(points: np.ndarray) -> bool:
