@@ -70,9 +70,8 @@ def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
 def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
     from pretraining.data.tools.inspect import measure_data, stats_text
 
-    measured = measure_data(
-        options.folder, options.tokens, options.top, not options.json, options.sequence_length
-    )
+    counted = options.tokens, options.top, not options.json, options.sequence_length
+    measured = measure_data(options.folder, *counted)
     return measured, stats_text(measured)
 
 
@@ -124,9 +123,8 @@ def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
         made = export_data(options.folder, form, Path(place), not options.json)
     else:
         reading = TokenFiles(form, Path(place), options.dtype, options.column)
-        made = import_data(
-            options.folder, reading, options.tokenizer, options.validation_share, not options.json
-        )
+        given = options.tokenizer, options.validation_share, not options.json
+        made = import_data(options.folder, reading, *given)
     lines = [f"{made['folder']} is ready"]
     for split in ("train", "validation"):
         counts = made[split]
@@ -171,9 +169,8 @@ def run_quality(options: argparse.Namespace) -> tuple[dict, str]:
     pairs = f"the good one of a pair has the higher score in {report['auc']:.2%}"
     lines.append(f"  {report['accuracy']:.2%} judged right at 0.5; {pairs}")
     for side, (low, middle, high) in report["quantiles"].items():
-        lines.append(
-            f"  {side:<6} a tenth below {low:.3f}, half below {middle:.3f}, nine tenths below {high:.3f}"
-        )
+        middles = f"half below {middle:.3f}, nine tenths below {high:.3f}"
+        lines.append(f"  {side:<6} a tenth below {low:.3f}, {middles}")
     return {"model": str(options.folder), **report}, "\n".join(lines)
 
 

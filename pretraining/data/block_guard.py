@@ -96,10 +96,8 @@ class BlockGuard:
             source = self.source_names.get(place["source"], place["source"])
             where = {**place, "source": source, "shard": shard, "document": document}
             # One write a line, so that ranks and workers can share the file.
-            append_row(
-                self.path,
-                {**where, "reasons": reasons, **({"skipped": True} if self.leaves_out(reasons) else {})},
-            )
+            skipped = {"skipped": True} if self.leaves_out(reasons) else {}
+            append_row(self.path, {**where, "reasons": reasons, **skipped})
         return reasons
 
     def leaves_out(self, reasons: dict) -> bool:

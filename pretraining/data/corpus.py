@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -94,13 +95,13 @@ class FileSource:
     def content(self) -> str:
         """Hash relative path and bytes of every file of this machine; the version of one in a store."""
 
-        def of(file: InputFile) -> str:
-            return file.version if is_remote(file.address) else checksum_of_file(Path(file.address))
+        def of(file: InputFile) -> tuple[str, str]:
+            is_away = is_remote(file.address)
+            return file.name, file.version if is_away else checksum_of_file(Path(file.address))
 
         # Hashing releases Python's lock.
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-            checksums = threads.map(of, self.files)
-            return digest_of([(file.name, each) for file, each in zip(self.files, checksums, strict=True)])
+            return digest_of([*threads.map(of, self.files)])
 
     def fingerprint(self) -> dict:
         """Hash relative path, size in bytes and version of every file."""
@@ -214,9 +215,8 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
     files = list_files(str(spec.path), f"{key}.path", spec.format)
     for file in files if conditions else ():
         if not file.name.lower().endswith(ROW_SUFFIXES):
-            raise UserError(
-                f"{key}.keep: asks for fields, and {file.address} has none; leave one of them out"
-            )
+            what = f"asks for fields, and {file.address} has none; leave one of them out"
+            raise UserError(f"{key}.keep: {what}")
     return FileSource(files, column)
 
 
@@ -252,9 +252,9 @@ class Batch:
     """A number in [0, 1) for each text, from its hash: below validation_share means validation."""
 
     def without_validation(self, validation_share: float) -> "Batch":
-        kept = [number for number, draw in enumerate(self.draws) if draw >= validation_share]
+        kept = [draw >= validation_share for draw in self.draws]
         columns = (self.texts, self.wheres, self.num_bytes, self.draws)
-        return Batch(self.source, *([column[number] for number in kept] for column in columns))
+        return Batch(self.source, *([*compress(column, kept)] for column in columns))
 
 
 def draw_of(encoded: bytes) -> float:

@@ -117,15 +117,9 @@ _ASSIGNED_PLANES = 0x40000
 
 def uncovered_texts(texts: list[str]) -> list[int]:
     """List the numbers of the texts with such a code point."""
-
-    def is_uncovered(text: str) -> bool:
-        # `isascii` first: Python stores the answer with each text, so pure ASCII costs nothing.
-        return (
-            not text.isascii()
-            and _uncertain_table()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].any()
-        )
-
-    return [number for number, text in enumerate(texts) if is_uncovered(text)]
+    # Python stores the answer of `isascii` with each text, so pure ASCII costs nothing.
+    others = [(number, text.encode("utf-32-le")) for number, text in enumerate(texts) if not text.isascii()]
+    return [number for number, raw in others if _uncertain_table()[np.frombuffer(raw, np.uint32)].any()]
 
 
 @cache
@@ -193,9 +187,8 @@ class Encoder:
             encoder.backend = _checked_backend(name, content, reference, trial)
         except _Unfit as unfit:
             if backend != AUTO:
-                raise UserError(
-                    f'data.encoder: {name} {unfit}; set data.encoder to "{AUTO}" or "{Reference.name}"'
-                ) from unfit
+                remedy = f'set data.encoder to "{AUTO}" or "{Reference.name}"'
+                raise UserError(f"data.encoder: {name} {unfit}; {remedy}") from unfit
             encoder.note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
         return encoder
 

@@ -210,9 +210,8 @@ class _Targets:
         # Whole numbers from here on: thousands of Fractions would take seconds. Beyond 63 bits, Python's integers.
         part = due.numerator - base * due.denominator
         largest = (draws.stop - base + 1) * due.denominator * stage.period
-        ahead = np.arange(
-            draws.start - base, draws.stop - base, dtype=np.int64 if largest < 1 << 62 else object
-        )
+        dtype = np.int64 if largest < 1 << 62 else object
+        ahead = np.arange(draws.start - base, draws.stop - base, dtype=dtype)
         behind = (ahead * due.denominator - part) * stage.period
         releases = stage.start + behind // slope + 1
         # Two minus signs round the division up.

@@ -77,10 +77,8 @@ def deciding_section(data: dict) -> dict:
     """Take the part of a data section that decides the prepared bytes; a key that is not given has its default."""
 
     def sources(section: dict, keys: tuple[str, ...]) -> dict:
-        of_each = [
-            {key: each[key] for key in keys if each.get(key) is not None} for each in section["sources"]
-        ]
-        return {"sources": of_each}
+        given = section["sources"]
+        return {"sources": [{key: each[key] for key in keys if each.get(key) is not None} for each in given]}
 
     whole = filled(data, recipe_schema()["properties"]["data"])
     # Rules for some sources know them by name.
@@ -255,9 +253,8 @@ def report_text(manifest: dict) -> str:
     if "decontamination" in manifest:
         found = manifest["decontamination"]
         sets = ", ".join(f"{name}: {entry['dropped']:,}" for name, entry in found["sets"].items())
-        parts.append(
-            f"decontamination: {found['dropped']:,} of {found['documents']:,} documents ({sets or 'none'})"
-        )
+        counts = f"{found['dropped']:,} of {found['documents']:,} documents"
+        parts.append(f"decontamination: {counts} ({sets or 'none'})")
     if "duplicates" in manifest:
         found = manifest["duplicates"]
         fates = found["fates"]

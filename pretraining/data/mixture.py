@@ -130,13 +130,10 @@ def large_enough(
     """Return the tokens of source `name`; UserError if they are not enough for one block."""
     num_tokens, wanted = split.num_tokens if split else 0, sequence_length + 1
     if num_tokens < wanted:
-        key, kind = (
-            ("data.validation.sources", "validation") if of_validation else ("data.sources", "training")
-        )
-        raise UserError(
-            f"{where}: {key}: {name!r} has {num_tokens:,} {kind} tokens, too few "
-            f"for one block of {wanted:,}; add text or leave the source out"
-        )
+        kind = "validation" if of_validation else "training"
+        key = "data.validation.sources" if of_validation else "data.sources"
+        what = f"{name!r} has {num_tokens:,} {kind} tokens, too few for one block of {wanted:,}"
+        raise UserError(f"{where}: {key}: {what}; add text or leave the source out")
     return split
 
 
@@ -185,9 +182,8 @@ def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int,
     if num_samples <= allowed:
         return
     epochs = ceil(100 * num_samples / num_blocks) / 100
-    raised = " ".join(
-        f"--set data.sources.{place}.max_epochs={epochs:g}" for place in limits if limits[place] < epochs
-    )
+    low = [place for place in limits if limits[place] < epochs]
+    raised = " ".join(f"--set data.sources.{place}.max_epochs={epochs:g}" for place in low)
     steps = int(allowed / recipe.samples_per_step)
     fewer = f", or --set budget.tokens={steps * recipe.tokens_per_step}" if steps else ""
     what = f"is {strictest:g}, but budget.tokens reads the data {epochs:g} times; {raised}, add text{fewer}"

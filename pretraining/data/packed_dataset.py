@@ -117,10 +117,8 @@ class PackedDataset:
 
     def shard_needs(self) -> ShardNeeds:
         """Return which shards the samples of the run need, by position in the run; the dataset must have an order."""
-        return ShardNeeds(
-            self.order,
-            [blocks_by_shard(split, self.sequence_length, self.packing) for split in self.splits],
-        )
+        first = [blocks_by_shard(split, self.sequence_length, self.packing) for split in self.splits]
+        return ShardNeeds(self.order, first)
 
     def locate(self, block: int) -> tuple[int, int]:
         source = bisect_right(self._first_blocks, block) - 1

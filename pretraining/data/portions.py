@@ -68,9 +68,8 @@ def portions_of(recipe: "Recipe") -> list[Portion | None]:
             stages = read_stages(recipe.data, names, sizes, samples, recipe.sequence_length, where)
             drawn = Interleaving([InterleavedStage.of(*stage) for stage in stages]).realised(samples)
             # Shares are rounded to a grid: enough for them as written, and as they are drawn.
-            draws = [
-                max(ceil(s * samples), n) for s, n in zip(run_shares(stages, samples), drawn, strict=True)
-            ]
+            shares = zip(run_shares(stages, samples), drawn, strict=True)
+            draws = [max(ceil(share * samples), number) for share, number in shares]
         # One more than the inputs: the target of the last one.
         times = TEXT_OF_CROPPED if recipe.data.packing == "cropped" else 1
         needed = [int(blocks) * recipe.sequence_length * times + 1 for blocks in draws]
@@ -155,10 +154,8 @@ def excerpt_of(
         return manifest
     entries = {}
     for name, shards in kept.items():
-        entries[name] = {
-            **manifest["splits"][name],
-            **summed_entry(shards, manifest["splits"][name]["dtype"]),
-        }
+        whole = manifest["splits"][name]
+        entries[name] = {**whole, **summed_entry(shards, whole["dtype"])}
         # The bits a byte are known of the whole split alone.
         entries[name].pop("unigram_bits_per_byte", None)
     return {**manifest, "splits": entries, "fingerprint": content_fingerprint(entries)}

@@ -157,9 +157,8 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
     _check_manifest(recipe, manifest, folder, f"{command} --replace")
     if fault := tokenizer_fault(folder / "tokenizer", manifest["tokenizer"]):
-        raise UserError(
-            f"{folder}/tokenizer/{': '.join(fault)}; put it back, or delete {folder} and run: {command}"
-        )
+        remedy = f"put it back, or delete {folder} and run: {command}"
+        raise UserError(f"{folder}/tokenizer/{': '.join(fault)}; {remedy}")
     check_enough(manifest, portions_of(recipe), folder, command)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     # Last, because it reads every shard.

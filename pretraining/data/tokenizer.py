@@ -209,9 +209,8 @@ def _save(tokenizer: "Tokenizer", folder: Path, special_tokens: Sequence[str]) -
 def note_prefix(folder: Path, info: TokenizerInfo, borders: str) -> None:
     """Write into the folder's tokenizer_config.json if documents begin with its BOS; UserError if it has none."""
     if "bos" in borders and info.bos_token_id is None:
-        raise UserError(
-            "data.borders: the tokenizer has no bos_token; name one in its tokenizer_config.json, or set it to eos"
-        )
+        remedy = "name one in its tokenizer_config.json, or set it to eos"
+        raise UserError(f"data.borders: the tokenizer has no bos_token; {remedy}")
     prefix = _configured(folder, "bos_token") if "bos" in borders else None
     # The tokenizer may come from an export whose documents had other borders.
     if prefix != _configured(folder, DOCUMENT_PREFIX):
@@ -242,22 +241,18 @@ def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
         # not by its path: a pipe would keep the library waiting, where no signal is looked at
         tokenizer = Tokenizer.from_buffer(read_bytes(folder / "tokenizer.json"))
     except Exception as error:  # tokenizers raises plain Exception for a bad file
-        raise UserError(
-            f"data.tokenizer: {name}: its tokenizer.json cannot be read ({error}); save the tokenizer again"
-        ) from error
+        what = f"its tokenizer.json cannot be read ({error}); save the tokenizer again"
+        raise UserError(f"data.tokenizer: {name}: {what}") from error
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    eos_token = _configured(folder, "eos_token") or next(
-        (token for token in KNOWN_EOS if token in vocab), None
-    )
+    known = next((token for token in KNOWN_EOS if token in vocab), None)
+    eos_token = _configured(folder, "eos_token") or known
     if eos_token not in vocab:
         remedy = "name one as eos_token in its tokenizer_config.json"
         raise UserError(f"data.tokenizer: {name} has no end-of-text token; {remedy}")
     # Not the number of tokens: ids may have gaps, and an embedding needs a row for the highest.
     size = max(vocab.values()) + 1
-    bos_token_id = vocab.get(_configured(folder, "bos_token"))
-    _DESCRIBED[key] = TokenizerInfo(
-        size, eos_token, vocab[eos_token], bos_token_id, files["tokenizer.json"], files
-    )
+    bos, made = vocab.get(_configured(folder, "bos_token")), files["tokenizer.json"]
+    _DESCRIBED[key] = TokenizerInfo(size, eos_token, vocab[eos_token], bos, made, files)
     return _DESCRIBED[key]
 
 
@@ -270,9 +265,8 @@ def _configured(folder: Path, name: str) -> str | None:
     try:
         token = read_json_value(path).get(name) if path.is_file() else None
     except (ValueError, AttributeError) as error:
-        raise UserError(
-            f"data.tokenizer: tokenizer_config.json is no JSON object ({error}); mend it"
-        ) from error
+        what = f"tokenizer_config.json is no JSON object ({error}); mend it"
+        raise UserError(f"data.tokenizer: {what}") from error
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str | None):
         raise UserError(f"data.tokenizer: {name} in tokenizer_config.json is no text; mend it")

@@ -124,14 +124,8 @@ def build_index(texts: Iterable[tuple[str, str]], spec: Decontaminate) -> Contam
         # The first occurrence, so that the owner is the set that was read first.
         distinct[length], first = np.unique(np.concatenate(hashes[length]), return_index=True)
         first_owners[length] = np.concatenate(owners[length])[first]
-    return ContaminationIndex(
-        spec,
-        list(names),
-        distinct,
-        first_owners,
-        [num_texts[owner] for owner in names.values()],
-        [too_short[owner] for owner in names.values()],
-    )
+    counts = ([counter[owner] for owner in names.values()] for counter in (num_texts, too_short))
+    return ContaminationIndex(spec, list(names), distinct, first_owners, *counts)
 
 
 def _bucket(hashes: np.ndarray) -> np.ndarray:
@@ -188,10 +182,8 @@ def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
 def _files_of(folder: Path) -> list[Path]:
     found = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(_READ_SUFFIXES))
     if not found:
-        raise UserError(
-            f"data.decontaminate.folder: {folder} holds no {', '.join(_READ_SUFFIXES)}; "
-            "name a folder of evaluation sets"
-        )
+        what = f"{folder} holds no {', '.join(_READ_SUFFIXES)}; name a folder of evaluation sets"
+        raise UserError(f"data.decontaminate.folder: {what}")
     return found
 
 
@@ -212,9 +204,8 @@ def _of_task(name: str) -> Iterator[str]:
     try:
         loaded = list(manager.load([name])["tasks"].values())
     except KeyError as error:
-        raise UserError(
-            f"data.decontaminate.tasks: lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them"
-        ) from error
+        what = f"lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them"
+        raise UserError(f"data.decontaminate.tasks: {what}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"data.decontaminate.tasks: {name} cannot be loaded ({error})") from error
     for task in loaded:

@@ -88,11 +88,9 @@ class EvaluationSets(Stage):
         """Read (source's name, text) of `data.validation`."""
         pieces = enumerate(self.own.pieces if self.own else ())
         for source, own in groupby(pieces, lambda numbered: numbered[1].source):
-            # A generator: what is behind the last document that counts is not read.
-            batches = (
-                batch for number, _ in own for batch in self.own.batches(range(number, number + 1), {})
-            )
-            texts = chain.from_iterable(batch.texts for batch in batches)
+            # Generators: what is behind the last document that counts is not read.
+            batches = (self.own.batches(range(number, number + 1), {}) for number, _ in own)
+            texts = chain.from_iterable(batch.texts for batch in chain.from_iterable(batches))
             yield from ((self.own_names[source], text) for text in islice(texts, self.own_documents[source]))
 
     def index(self) -> decontamination.ContaminationIndex:

@@ -209,9 +209,8 @@ class Preparation:
             return CleanedCorpus(self.corpus, cleaned_by, clean, as_read=True)
         fates = passages = None
         if dedup:
-            fates = Fates(
-                self.work, Match(self.work, clean), dedup.remove, data.validation_share, list(names)
-            )
+            match = Match(self.work, clean)
+            fates = Fates(self.work, match, dedup.remove, data.validation_share, list(names))
             passages = dedup.passages and Passages(self.work, fates, dedup.passages)
         share = data.validation_share
         return CleanedCorpus(self.corpus, cleaned_by, clean, fates, share, passages=passages)

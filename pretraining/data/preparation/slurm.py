@@ -47,9 +47,8 @@ def read_slurm_options(words: list[str]) -> dict:
         key, separator, value = word.partition("=")
         if not separator or key not in SLURM_KEYS:
             known = ", ".join(SLURM_KEYS)
-            raise UserError(
-                f"--slurm {word}: expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
-            )
+            what = f"expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
+            raise UserError(f"--slurm {word}: {what}")
         options[key] = value
         if isinstance(SLURM_KEYS[key], int):
             try:
@@ -64,9 +63,8 @@ def read_slurm_options(words: list[str]) -> dict:
 def submit_to_slurm(preparation: "Preparation", execution: Execution) -> list[str]:
     """Submit the jobs; return the id of each stage's last array, and of the job that publishes."""
     if not execution.slurm.get("partition"):
-        raise UserError(
-            "--slurm partition=NAME is missing: the partition that the jobs are to run in (see sinfo)"
-        )
+        what = "the partition that the jobs are to run in (see sinfo)"
+        raise UserError(f"--slurm partition=NAME is missing: {what}")
     preparation.reuse_tokenizer()
     # Of portions the first tasks that are surely needed. The last job runs those that are then still missing.
     survey = preparation.survey()

@@ -269,9 +269,8 @@ def _bad_words(code: str) -> list[str]:
     try:
         return read_json_value(path)["words"]
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"languages: {path}: cannot be read ({error}); install glin-profanity again"
-        ) from error
+        what = f"cannot be read ({error}); install glin-profanity again"
+        raise UserError(f"languages: {path}: {what}") from error
 
 
 _DOMAIN_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"

@@ -53,9 +53,8 @@ class Alphabetic(Rule):
 
     def judge(self, view: "TextView") -> Rejection | None:
         share = view.words.num_letters / max(1, len(view.text))
-        return below("too_few_letters", share, self.min_share) or above(
-            "too_many_letters", share, self.max_share
-        )
+        found = below("too_few_letters", share, self.min_share)
+        return found or above("too_many_letters", share, self.max_share)
 
 
 _ELLIPSES = ("...", "…")
@@ -159,14 +158,10 @@ class GopherRepetition(Rule):
         # Paragraphs before lines, as in the table of the paper.
         for kind, parts in (("paragraph", view.paragraphs), ("line", view.lines)):
             count, characters = view.repeated(parts)
-            most, most_characters = (
-                getattr(self, f"max_duplicate_{name}") for name in (f"{kind}s", f"{kind}_characters")
-            )
-            broken = above(f"duplicate_{kind}s", count / len(parts), most) or above(
-                f"duplicate_{kind}_characters", characters / len(view.text), most_characters
-            )
-            if broken:
-                return broken
+            shares = {f"{kind}s": count / len(parts), f"{kind}_characters": characters / len(view.text)}
+            for name, share in shares.items():
+                if broken := above(f"duplicate_{name}", share, getattr(self, f"max_duplicate_{name}")):
+                    return broken
         # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality import text
 

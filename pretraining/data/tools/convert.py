@@ -78,12 +78,10 @@ class TokenFiles(NamedTuple):
             own = [origin / "index.json"] if self.form == "mds" else []
             paths = [path for path in own if path.is_file()] or sorted(origin.glob(names[self.form]))
         if not paths:
-            kind = {"megatron": "PREFIX.idx", "mds": "index.json"}.get(
-                self.form, Path(names[self.form]).suffix
-            )
-            raise UserError(
-                f"{origin}: no {kind} files in this folder; give the folder or file that holds the tokens"
-            )
+            own_names = {"megatron": "PREFIX.idx", "mds": "index.json"}
+            kind = own_names.get(self.form, Path(names[self.form]).suffix)
+            what = f"no {kind} files in this folder; give the folder or file that holds the tokens"
+            raise UserError(f"{origin}: {what}")
         files: list[formats.ForeignFile]
         if self.form == "megatron":
             # Of one, .bin or .idx may be typed with the prefix.
@@ -115,9 +113,8 @@ def import_data(
     if tokenizer is None and (origin / "tokenizer" / "tokenizer.json").is_file():
         tokenizer = str(origin / "tokenizer")
     if tokenizer is None:
-        raise UserError(
-            f"--from {form} {origin}: give the --tokenizer (name or folder) its tokens were made with"
-        )
+        what = "give the --tokenizer (name or folder) its tokens were made with"
+        raise UserError(f"--from {form} {origin}: {what}")
     if not 0 < validation_share < 1:
         raise UserError(f"--validation_share {validation_share:g}: must lie between 0 and 1")
     if not origin.exists() and form in READ_ONLY:

@@ -71,10 +71,8 @@ class FinishedData:
     def split(self, name: str) -> "SplitDocuments":
         """Open one split; UserError if there is none of this name, or a shard is missing or cut."""
         if name not in self.manifest["splits"]:
-            raise UserError(
-                f"{self.folder}: no split {name!r}{nearest(name, self.split_names)}; "
-                f"it has {', '.join(self.split_names)}"
-            )
+            what = f"no split {name!r}{nearest(name, self.split_names)}; it has {', '.join(self.split_names)}"
+            raise UserError(f"{self.folder}: {what}")
         entry = self.manifest["splits"][name]
         return SplitDocuments(self.folder, name, entry, source_names(self.manifest))
 

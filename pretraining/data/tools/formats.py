@@ -188,9 +188,8 @@ class DatatroveFile:
         if self.index.stat().st_size % 8:
             raise UserError(f"{self.index}: truncated: not a whole number of document ends; copy it again")
         # An empty file cannot be mapped.
-        self.ends = (
-            np.memmap(self.index, "<i8", mode="r") if self.index.stat().st_size else np.zeros(0, "<i8")
-        )
+        is_empty = self.index.stat().st_size == 0
+        self.ends = np.zeros(0, "<i8") if is_empty else np.memmap(self.index, "<i8", mode="r")
         count = int(self.ends[-1]) if len(self.ends) else 0
         if (self.ends[1:] < self.ends[:-1]).any() or (self.ends[:1] < 0).any():
             raise UserError(f"{self.index}: damaged: its document ends do not ascend; copy it again")
@@ -343,9 +342,8 @@ class MdsFolder:
             encodings = zip(names, self.shards[0]["column_encodings"], strict=True)
             listed = ", ".join(f"{name} ({encoding})" for name, encoding in encodings)
             hint = nearest(column, names) if column else "; name that of the tokens: --column NAME"
-            raise UserError(
-                f"{index}: no column {column or 'tokens'!r}{hint}; it has {listed}. {_TEXT_IS_NONE}"
-            )
+            what = f"no column {column or 'tokens'!r}{hint}; it has {listed}. {_TEXT_IS_NONE}"
+            raise UserError(f"{index}: {what}")
         encoding = self.shards[0]["column_encodings"][names.index(self.column)]
         self.decode = _decoder(encoding, dtype, f"{index}: column {self.column}")
 
@@ -366,9 +364,8 @@ class MdsFolder:
         """Yield the tokens of each sample of a shard."""
         content, count, size = self._content(shard), shard["samples"], shard["raw_data"]["bytes"]
         place = self.folder / shard["raw_data"]["basename"]
-        offsets = (
-            np.frombuffer(content, "<u4", count + 1, 4) if len(content) >= 8 + 4 * count else np.zeros(1)
-        )
+        has_offsets = len(content) >= 8 + 4 * count
+        offsets = np.frombuffer(content, "<u4", count + 1, 4) if has_offsets else np.zeros(1)
         if len(content) != size or offsets[-1] != size:
             what = f"truncated or damaged: {len(content):,} bytes, its index names {size:,}"
             raise UserError(f"{place}: {what}; copy it again")
@@ -394,9 +391,8 @@ class MdsFolder:
             raise UserError(f"{plain}: no such file, and {self.index} names it; copy it too")
         kind = (shard.get("compression") or "").partition(":")[0]
         if kind not in _CODECS:
-            raise UserError(
-                f"{packed}: compressed with {kind}; convert reads {', '.join(_CODECS)}; unpack it first"
-            )
+            what = f"compressed with {kind}; convert reads {', '.join(_CODECS)}; unpack it first"
+            raise UserError(f"{packed}: {what}")
         import pyarrow
 
         try:

@@ -97,9 +97,8 @@ class Inspection:
                 "the folder of its data.name"
             )
         if self.split.name != "train":
-            raise UserError(
-                "--sample: a run reads its samples from train; --block shows blocks of other splits"
-            )
+            what = "a run reads its samples from train; --block shows blocks of other splits"
+            raise UserError(f"--sample: {what}")
         if not 0 <= number < recipe.most_samples:
             raise UserError(f"--sample {number:,}: the run has {recipe.most_samples:,}, counted from 0")
         length = recipe.sequence_length
@@ -293,10 +292,8 @@ def stats_text(measured: dict) -> str:
                     f"that fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
                 )
         if found := split.get("token_frequencies"):
-            most, rarest = (
-                "  ".join(f"{token['text']!r} {token['count']:,}" for token in found[end])
-                for end in ("most_frequent", "rarest")
-            )
+            ends = (found["most_frequent"], found["rarest"])
+            most, rarest = ("  ".join(f"{t['text']!r} {t['count']:,}" for t in end) for end in ends)
             bits = [f"{found[f'unigram_bits_per_{unit}']:.4f} bits per {unit}" for unit in ("token", "byte")]
             lines += [
                 f"  unigram entropy         {', '.join(bits)}",
@@ -307,9 +304,8 @@ def stats_text(measured: dict) -> str:
             ]
     sources = [source for source in measured["sources"] if "tokens" in source]
     lines += ["", "sources (both splits)"] if sources else []
-    lines += [
-        _count_line(*(s[key] for key in ("name", "documents", "tokens", "text_bytes"))) for s in sources
-    ]
+    shown = ("name", "documents", "tokens", "text_bytes")
+    lines += [_count_line(*(source[key] for key in shown)) for source in sources]
     return "\n".join(lines)
 
 
