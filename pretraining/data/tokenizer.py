@@ -162,11 +162,7 @@ def train_tokenizer(
 
 
 def make_units(
-    texts: Iterable[str],
-    units: str,
-    folder: Path,
-    min_frequency: int = 1,
-    special_tokens: Sequence[str] = (),
+    texts: Iterable[str], units: str, folder: Path, min_frequency: int = 1, special_tokens: Sequence[str] = ()
 ) -> None:
     """Write a tokenizer of bytes, or of the characters that occur `min_frequency` times; both can encode any text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

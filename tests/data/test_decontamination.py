@@ -8,11 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from pretraining.data.dedup.decontamination import (
-    build_index,
-    merge_reports,
-    read_evaluation_sets,
-)
+from pretraining.data.dedup.decontamination import build_index, merge_reports, read_evaluation_sets
 from pretraining.errors import UserError
 from pretraining.recipe.data import Decontaminate
 

@@ -23,14 +23,7 @@ from pretraining.reporting.analysis import analyze
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, write_json
 from tests.gear.ladders import LADDER_SETTINGS, SMALL_SIZES, ladder_command, small_ladder
-from tests.gear.runs import (
-    FAMILIES,
-    OTHER_MODELS,
-    Started,
-    completed,
-    execute,
-    forked_programs,
-)
+from tests.gear.runs import FAMILIES, OTHER_MODELS, Started, completed, execute, forked_programs
 
 LAW = parametric_loss("besiroglu")
 SIZES, RATIOS = (1e7, 2e7, 4e7, 8e7), (10, 20, 40)

@@ -11,14 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.corpus import (
-    CLEANING_KEYS,
-    Corpus,
-    open_sources,
-    prefetch,
-    read_batches,
-    summed_skips,
-)
+from pretraining.data.corpus import CLEANING_KEYS, Corpus, open_sources, prefetch, read_batches, summed_skips
 from pretraining.data.manifest import (
     COUNTED,
     check_blocks,
