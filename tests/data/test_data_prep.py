@@ -30,7 +30,21 @@ from pretraining.recipe.model import Model
 from tests.gear.local_hub import LocalHub
 from tests.gear.runs import REPOSITORY, execute
 
-WORDS = "def return tensor shard café naïve ранг 模型 🙂 import x == loss".split()
+WORDS = [
+    "def",
+    "return",
+    "tensor",
+    "shard",
+    "café",
+    "naïve",
+    "ранг",
+    "模型",
+    "🙂",
+    "import",
+    "x",
+    "==",
+    "loss",
+]
 
 
 def make_texts(count: int, seed: int = 0, num_words: int = 60) -> list[str]:
