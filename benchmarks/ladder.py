@@ -135,7 +135,8 @@ def rates(options: argparse.Namespace) -> None:
     from pretraining.planning.ladder import matmul_parameters
     from pretraining.recipe.model import value_of
 
-    ladder, recipe = ladder_of(options, "rates", {}, sizes=3, points=2, rates="0.5,2", batches="0.5,2")
+    tried = {"rates": "0.5,2"} if options.small else {"rates": "0.5,2", "batches": "0.5,2"}
+    ladder, recipe = ladder_of(options, "rates", {}, sizes=3, points=2, **tried)
     place, width = (matmul_parameters(recipe), recipe.num_tokens), value_of(recipe.model, "hidden_size")
     (own,) = members_of(recipe, width, options.folder)
     best = {name: best_at(law, *place) for name, law in ladder.values["best"].items()}
