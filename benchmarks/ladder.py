@@ -24,15 +24,16 @@ know.
 import argparse
 import math
 import statistics
-import sysconfig
 from pathlib import Path
 
-from gear import REPOSITORY, chosen, parser_of, record
+from gear import REPOSITORY, TEXT_FOLDERS, chosen, machine_texts, parser_of, record, write_corpus
 
 AROUND = (0.5, 1.0, 2.0)
 """Factors around the best rate and batch that are foreseen."""
 SMALL = {"budget.tokens": 24_576, "evaluation.max_validation_tokens": 2_000}
 TIMES = (4, 8)
+PROSE_BYTES = 8 << 20
+"""Of the second source of a mixture: documentation of this machine."""
 
 
 def main() -> None:
@@ -176,8 +177,11 @@ def pairs(options: argparse.Namespace) -> None:
     layers, width = value_of(model, "num_hidden_layers"), value_of(model, "hidden_size")
     shape = {"num_hidden_layers": max(1, layers // 2), "hidden_size": round(width * 1.375 / 8) * 8}
     shape = {f"model.{own_key(model, name)}": value for name, value in shape.items()}
-    sources = [{"builtin": "python_stdlib", "name": "stdlib"}]
-    sources.append({"path": f"{sysconfig.get_path('purelib')}/torch/**/*.py", "name": "torch"})
+    prose = options.folder / "prose"
+    if not prose.is_dir():
+        texts = [*machine_texts((".md", ".rst", ".txt"), TEXT_FOLDERS[1:])]
+        write_corpus(prose, PROSE_BYTES // 8 if options.small else PROSE_BYTES, 1, texts)
+    sources = [{"builtin": "python_stdlib", "name": "stdlib"}, {"path": str(prose), "name": "prose"}]
 
     def mixture(*weights: float) -> dict:
         weighted = [{**source, "weight": weight} for source, weight in zip(sources, weights, strict=True)]
