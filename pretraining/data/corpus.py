@@ -162,10 +162,9 @@ class HubSource:
 
     def _unreachable(self, error: Exception) -> UserError:
         reason = str(error).strip().partition("\n")[0]
-        return UserError(
-            f"dataset {self.dataset!r}: cannot be read ({type(error).__name__}: {reason}); "
-            f"check dataset, config, split and revision in {self.key}, and the network"
-        )
+        what = f"cannot be read ({type(error).__name__}: {reason})"
+        remedy = f"check dataset, config, split and revision in {self.key}, and the network"
+        return UserError(f"dataset {self.dataset!r}: {what}; {remedy}")
 
     def content(self) -> str:
         return digest_of(self._fingerprint)
@@ -283,10 +282,8 @@ def read_batches(
         except UnicodeEncodeError:  # JSON spelled half of a surrogate pair
             encoded = None
         if encoded is None and not skip_undecodable:
-            raise UserError(
-                f"{where}: not UTF-8 text; convert the file, or set data.skip_undecodable to true to leave "
-                "such documents out and have them counted"
-            )
+            remedy = "set data.skip_undecodable to true to leave such documents out and have them counted"
+            raise UserError(f"{where}: not UTF-8 text; convert the file, or {remedy}")
         if not encoded:
             skipped["undecodable" if encoded is None else "empty"] += 1
             continue

@@ -110,10 +110,7 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
         return list(map(str, found))
     places = [f"data.sources.{number}" for number in range(len(manifest.get("sources", ())))]
     places += [f"data.validation.sources.{n}" for n in range(len(manifest.get("validation_sources", ())))]
-    texts = [
-        _source_difference(place, there, here)
-        for place, there, here in zip(places, source_entries(manifest), fingerprints or [], strict=False)
-    ]
+    texts = [*map(_source_difference, places, source_entries(manifest), fingerprints or [])]
     texts.append(tokenizer_difference(manifest, data))
     if fingerprints is not None and (there := manifest.get("consulted")):
         # Without a list or a package that only a preparation needs, nobody knows.
@@ -233,10 +230,9 @@ def verify(folder: Path, manifest: dict) -> None:
             path = folder / split / shard["file"]
             found = checksum_of_file(path) if path.is_file() else "nothing"
             if found != shard["checksum"]:
-                raise UserError(
-                    f"{path}: damaged shard: checksum {found}, expected {shard['checksum']}; delete {folder} "
-                    "and prepare the data again (data_prep.py), or copy it again"
-                )
+                what = f"damaged shard: checksum {found}, expected {shard['checksum']}"
+                remedy = f"delete {folder} and prepare the data again (data_prep.py), or copy it again"
+                raise UserError(f"{path}: {what}; {remedy}")
 
 
 def num_shard_bytes(manifest: dict) -> int:

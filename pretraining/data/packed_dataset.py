@@ -89,10 +89,10 @@ class PackedDataset:
             return
         for split, count in zip(self.splits, counts, strict=True):
             if count == 0:
-                raise UserError(
-                    f"{split.folder}: {split.num_tokens:,} tokens are too few for one block of "
-                    f"{self.sequence_length + 1:,}; add text or shorten the sequence length"
+                what = (
+                    f"{split.num_tokens:,} tokens are too few for one block of {self.sequence_length + 1:,}"
                 )
+                raise UserError(f"{split.folder}: {what}; add text or shorten the sequence length")
         if self.order is not None and self.order.num_blocks != self.num_blocks:
             raise ValueError(f"order of {self.order.num_blocks} blocks for splits of {self.num_blocks}")
         if self.order is None and (last := self.first_sample + self.num_samples) > self.num_blocks:

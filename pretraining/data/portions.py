@@ -38,10 +38,8 @@ class Portion(NamedTuple):
 
     def less(self, documents: int, tokens: int) -> "Portion":
         """Return what is still to read after so many documents and tokens, which were not enough."""
-        return Portion(
-            None if self.tokens is None else self.tokens - tokens,
-            None if self.documents is None else self.documents - documents,
-        )
+        tokens_left = None if self.tokens is None else self.tokens - tokens
+        return Portion(tokens_left, None if self.documents is None else self.documents - documents)
 
     def last_document(self, ends: "np.ndarray") -> int | None:
         """Find, among documents that end at `ends` [documents] tokens, the one that reaches it; None if none does."""

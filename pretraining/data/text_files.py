@@ -82,10 +82,8 @@ class InputFile:
             return
         path = Path(self.address)
         if not path.is_file() or replace(local_file(path, path.parent), name=self.name) != self:
-            raise UserError(
-                f"{self.address}: changed or removed while it was being prepared; run the same command again once "
-                "nobody writes there"
-            )
+            what = "changed or removed while it was being prepared"
+            raise UserError(f"{self.address}: {what}; run the same command again once nobody writes there")
 
 
 class Document(NamedTuple):
@@ -159,10 +157,8 @@ class TextColumn:
         """Raise UserError, which lists `columns`, unless the column is one of them."""
         if self.name not in columns:
             listed = ", ".join(map(str, columns)) or "none"
-            raise UserError(
-                f"{where}: no column {self.name!r}{nearest(self.name, map(str, columns))} "
-                f"(columns: {listed}); set {self.key}"
-            )
+            what = f"no column {self.name!r}{nearest(self.name, map(str, columns))} (columns: {listed})"
+            raise UserError(f"{where}: {what}; set {self.key}")
 
 
 def list_files(spec: str, key: str = "data.sources", form: str | None = None) -> list[InputFile]:
@@ -230,10 +226,9 @@ def _remote_files(spec: str, key: str, suffixes: tuple[str, ...]) -> list[InputF
         raise UserError(f"{key}: {spec}: {error}") from error
     except Exception as error:  # every store has its own classes
         reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{key}: {spec}: cannot be reached ({type(error).__name__}: {reason}); check the address, the "
-            "credentials and the network"
-        ) from error
+        what = f"cannot be reached ({type(error).__name__}: {reason})"
+        remedy = "check the address, the credentials and the network"
+        raise UserError(f"{key}: {spec}: {what}; {remedy}") from error
     _refuse_unreadable(entries, key, suffixes)
     root = path.rstrip("/")
     # Not isdir(): to answer, fsspec's HTTP would fetch a whole file.

@@ -149,10 +149,8 @@ def report_death(stage: Stage, number: int, how: str, num_deaths: int) -> None:
     """Report that a task's process was ended, and is run again; UserError if that was once too often."""
     task = f"task {number} of the stage {stage.name!r}"
     if num_deaths == MOST_DEATHS:
-        raise UserError(
-            f"{task}: its process was ended {MOST_DEATHS} times ({how}); if memory ran out, take fewer --workers; "
-            "the same command goes on with what is missing"
-        )
+        what = f"its process was ended {MOST_DEATHS} times ({how}); if memory ran out, take fewer --workers"
+        raise UserError(f"{task}: {what}; the same command goes on with what is missing")
     print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
 
 
@@ -289,10 +287,8 @@ def run_on_ray(stage: Stage, numbers: list[int], workers: int, finished: Callabl
         until = time.monotonic() + SEEN_WITHIN_SECONDS
         while not stage.folder(number).is_dir():
             if time.monotonic() > until:
-                raise UserError(
-                    f"--executor ray: {host} has run a task, and {stage.folder(number)} is not here: all nodes must "
-                    "share the folder of --data_dir"
-                )
+                what = f"{host} has run a task, and {stage.folder(number)} is not here"
+                raise UserError(f"--executor ray: {what}: all nodes must share the folder of --data_dir")
             time.sleep(0.1)
         finished()
 

@@ -132,10 +132,8 @@ def prepare_data(
     # A rename would replace a link, not the folder that it leads to.
     folder = Path(os.path.realpath(named)) if named.is_symlink() else named
     if folder.is_dir() and any(folder.iterdir()) and read_manifest(folder) is None:
-        raise UserError(
-            f"{folder}: holds files that are no prepared data (there is no manifest.json); choose another data.name, "
-            "or move them"
-        )
+        what = "holds files that are no prepared data (there is no manifest.json)"
+        raise UserError(f"{folder}: {what}; choose another data.name, or move them")
     sources = open_sources(recipe.data)
     fingerprints, portions = [source.fingerprint() for source in sources], portions_of(recipe)
     kept, jobs = None, ()
@@ -145,10 +143,9 @@ def prepare_data(
         if manifest is None or lacking(manifest, portions) or is_half_published(folder):
             # Now, not after hours of work.
             if folder.is_mount():
-                raise UserError(
-                    f"{folder}: a disk is mounted there, and a data set is renamed into its place; give a folder of "
-                    "that disk to --data_dir, or choose another data.name"
-                )
+                what = "a disk is mounted there, and a data set is renamed into its place"
+                remedy = "give a folder of that disk to --data_dir, or choose another data.name"
+                raise UserError(f"{folder}: {what}; {remedy}")
             _refuse_unreadable(recipe)
             with preparation_lock(folder) as kept:
                 manifest = _finished(named, data, fingerprints, replace)  # another process may have made it

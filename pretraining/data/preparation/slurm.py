@@ -105,10 +105,8 @@ def _submit(
             what = "sbatch is not installed here; run it where jobs are submitted"
             raise UserError(f"--executor slurm: {what}") from error
         except subprocess.CalledProcessError as error:
-            raise UserError(
-                f"--executor slurm: sbatch refused the jobs of {job_name} (its reason is above); change --slurm, "
-                "then run the same command again"
-            ) from error
+            what = f"sbatch refused the jobs of {job_name} (its reason is above); change --slurm"
+            raise UserError(f"--executor slurm: {what}, then run the same command again") from error
         job = answer.split()[-1]
     return job
 

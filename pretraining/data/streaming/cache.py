@@ -193,11 +193,9 @@ class ShardCache:
             if error.errno not in FILE_ERRORS:
                 raise
             fault = os.strerror(error.errno)
-            raise UserError(
-                f"{self.root}: the cache of data shards cannot be written: {fault}; free some room, lower "
-                "--data_cache_gb, or name another folder with --data_cache",
-                on_every_rank=False,
-            ) from error
+            remedy = "free some room, lower --data_cache_gb, or name another folder with --data_cache"
+            what = f"the cache of data shards cannot be written: {fault}; {remedy}"
+            raise UserError(f"{self.root}: {what}", on_every_rank=False) from error
 
 
 def _write_checked(part: FileIO, chunks: Iterable[bytes], checksum: str) -> None:

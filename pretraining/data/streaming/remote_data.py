@@ -140,11 +140,9 @@ class RemoteData:
                 return self.cache.fetch(self.cached(entry), chunks)
             except DamagedDownload as damage:
                 if attempt == DOWNLOADS:
-                    raise UserError(
-                        f"{self.store.where(path)}: damaged shard: {damage}, fetched {attempt} times; copy it there "
-                        "again (python -m pretraining.data verify finds all such shards)",
-                        on_every_rank=False,
-                    ) from damage
+                    what = f"damaged shard: {damage}, fetched {attempt} times; copy it there again"
+                    what += " (python -m pretraining.data verify finds all such shards)"
+                    raise UserError(f"{self.store.where(path)}: {what}", on_every_rank=False) from damage
                 log_line(f"{self.store.where(path)}: came damaged ({damage}), fetching it again")
         raise AssertionError
 
@@ -231,11 +229,8 @@ class StreamedSplit(TokenSplit):
             return super()._shard(number)
         except CacheFull as error:
             where = f"{self.folder}/{self.shard_entries[number]['file']}"
-            raise UserError(
-                f"{self.remote.cache.root}: all that the cache may hold is in use, {where} finds no room; raise "
-                "--data_cache_gb",
-                on_every_rank=False,
-            ) from error
+            what = f"all that the cache may hold is in use, {where} finds no room; raise --data_cache_gb"
+            raise UserError(f"{self.remote.cache.root}: {what}", on_every_rank=False) from error
 
     def _shard_if_room(self, number: int) -> Shard | None:
         """Return the shard; None if the cache is full, which is reported once."""
@@ -243,10 +238,8 @@ class StreamedSplit(TokenSplit):
             return super()._shard(number)
         except CacheFull:
             if not self._reported:
-                log_line(
-                    f"{self.remote.cache.root}: all that the cache may hold is in use; reading blocks from the store "
-                    "one by one until there is room (raise --data_cache_gb)"
-                )
+                what = "all that the cache may hold is in use; reading blocks from the store one by one"
+                log_line(f"{self.remote.cache.root}: {what} until there is room (raise --data_cache_gb)")
             self._reported = True
         return None
 

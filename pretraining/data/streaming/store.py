@@ -188,10 +188,9 @@ class Store:
             self._connection = fsspec.core.url_to_fs(self.address)[0]
         except ImportError as error:
             protocol = self.address.partition("://")[0]
-            raise UserError(
-                f"{self.address}: {protocol}:// needs another package ({reason_of(error)}); for s3:// that is "
-                "pip install -r requirements-remote.txt"
-            ) from error
+            what = f"{protocol}:// needs another package ({reason_of(error)})"
+            remedy = "for s3:// that is pip install -r requirements-remote.txt"
+            raise UserError(f"{self.address}: {what}; {remedy}") from error
         except ValueError as error:
             raise UserError(f"{self.address}: {reason_of(error)}; {self.advice}") from error
         self._connected_by = os.getpid()

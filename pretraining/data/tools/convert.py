@@ -139,10 +139,8 @@ def import_data(
         together = _sums(entries)
         for name, entry in entries.items():
             if not entry["documents"]:
-                raise UserError(
-                    f"{origin}: {name} would be empty: {together['documents']:,} documents at "
-                    f"--validation_share {validation_share:g}; choose another share"
-                )
+                what = f"{together['documents']:,} documents at --validation_share {validation_share:g}"
+                raise UserError(f"{origin}: {name} would be empty: {what}; choose another share")
         validation = SplitDocuments(building, "validation", entries["validation"], [folder.name])
         bits = entropy_bits(count_tokens(validation, info.vocab_size))
         bits_per_byte = bits / max(1, entries["validation"]["bytes"])
@@ -220,10 +218,8 @@ class ForeignWriter:
         # Foreign files may have signed types, and so negative ids.
         for extreme in (int(together.min(initial=0)), int(together.max(initial=0))):
             if not 0 <= extreme < self.info.vocab_size:
-                raise UserError(
-                    f"{path}: token id {extreme:,}, but the tokenizer has {self.info.vocab_size:,} ids; give "
-                    "the tokenizer the file was made with"
-                )
+                what = f"token id {extreme:,}, but the tokenizer has {self.info.vocab_size:,} ids"
+                raise UserError(f"{path}: {what}; give the tokenizer the file was made with")
         wide, narrow = together.astype("<u4"), together.astype(self.dtype)
         stops = np.cumsum([len(document) for document in batch])
         starts = np.concatenate([[0], stops[:-1]])

@@ -26,10 +26,8 @@ CHUNK_TOKENS = 1 << 22
 def open_finished(folder: Path) -> "FinishedData":
     """Open the data set in `folder`; UserError if there is none, or an unfinished one."""
     if not folder.is_dir():
-        raise UserError(
-            f"{folder}: no such folder; a data set is made from a recipe, that of data/python-stdlib by: "
-            "python data_prep.py --recipe tiny"
-        )
+        what = "no such folder; a data set is made from a recipe, that of data/python-stdlib by"
+        raise UserError(f"{folder}: {what}: python data_prep.py --recipe tiny")
     manifest = read_manifest(folder)
     if manifest is None:
         # The parent of several data sets is easily given by mistake.

@@ -251,10 +251,8 @@ def documents_between(chunks: Iterable[np.ndarray], eos: int, path: Path) -> Ite
         if start < len(chunk):
             rest.append(chunk[start:])
     if rest and first:
-        raise UserError(
-            f"{path}: the end-of-text token {eos} does not occur; give the --tokenizer and the --dtype that it was "
-            "made with"
-        )
+        what = f"the end-of-text token {eos} does not occur"
+        raise UserError(f"{path}: {what}; give the --tokenizer and the --dtype that it was made with")
     if rest:
         yield np.concatenate(rest)
 

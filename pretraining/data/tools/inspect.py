@@ -92,10 +92,8 @@ class Inspection:
         # No recipe section made converted data, so there is nothing to compare.
         differing = [] if "converted_from" in manifest else data_differences(manifest, recipe.data.to_dict())
         if differing:
-            raise UserError(
-                f"{self.data.folder}: not the data that recipe {recipe.name!r} trains on: {listed(differing)}; give "
-                "the folder of its data.name"
-            )
+            what = f"not the data that recipe {recipe.name!r} trains on: {listed(differing)}"
+            raise UserError(f"{self.data.folder}: {what}; give the folder of its data.name")
         if self.split.name != "train":
             what = "a run reads its samples from train; --block shows blocks of other splits"
             raise UserError(f"--sample: {what}")
