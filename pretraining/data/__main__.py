@@ -177,12 +177,9 @@ def run_quality(options: argparse.Namespace) -> tuple[dict, str]:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse `verb`, `run`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and what the verb adds."""
     firsts = [examples.splitlines()[1] for examples in EXAMPLES_OF.values()]
-    parser = OneLineParser(
-        prog="python -m pretraining.data",
-        description="Verify, measure, read, convert and publish prepared data; train a classifier of quality.",
-        epilog="\n".join(["examples:", *firsts, "", "Every verb has its own --help."]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    what = "Verify, measure, read, convert and publish prepared data; train a classifier of quality."
+    epilog = "\n".join(["examples:", *firsts, "", "Every verb has its own --help."])
+    parser = OneLineParser("python -m pretraining.data", description=what, epilog=epilog)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def add(to, name: str, what: str, **options: Any) -> None:
@@ -220,10 +217,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what = "make DIR of megatron, datatrove, bin (nanoGPT, llm.c) or mds: a prefix, file or folder"
     add(way, "--from", what, dest="import_from", nargs=2, metavar=("FORM", "PATH"))
     add(convert, "--tokenizer", "with --from: what the tokens were made with", metavar="NAME|PATH")
-    what = (
-        "with --from bin without a header, or mds with a column of bytes: the type of a token (default: uint16 or "
-        "uint32 by the tokenizer; int64)"
-    )
+    what = "with --from bin without a header, or mds with a column of bytes: the type of a token "
+    what += "(default: uint16 or uint32 by the tokenizer; int64)"
     add(convert, "--dtype", what, choices=("uint16", "uint32", "int32", "int64"))
     add(convert, "--column", "with --from mds: the tokens (default: tokens, input_ids)", metavar="NAME")
     what = "with --from: documents kept for validation, by a hash of their tokens (default 0.005)"
@@ -246,14 +241,12 @@ def _verb(
 ) -> argparse.ArgumentParser:
     """Add the subcommand `name` of a function `run_name`, with DIR, --json and its examples."""
     name = run.__name__.removeprefix("run_")
-    parser = verbs.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EXAMPLES_OF[name],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    shown = {
+        "help": summary,
+        "description": f"{summary[0].upper()}{summary[1:]}.",
+        "epilog": EXAMPLES_OF[name],
+    }
+    parser = verbs.add_parser(name, **shown, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="DIR", help=of)
     what = "print the answer as JSON, without a progress bar"
     parser.add_argument("--json", action="store_true", help=what)

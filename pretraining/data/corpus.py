@@ -393,11 +393,10 @@ class Corpus:
     def from_json(cls, values: dict) -> "Corpus":
         cut = [(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]]
         opened = {
-            "sources": [source_from_json(source) for source in values["sources"]],
             "pieces": [TextPiece(*piece) for piece in cut],
-            "tasks": [range(*task) for task in values["tasks"]],
+            "tasks": [range(*t) for t in values["tasks"]],
         }
-        return cls(**{**values, **opened})
+        return cls(**{**values, **opened, "sources": list(map(source_from_json, values["sources"]))})
 
 
 # An object of its own: None may be an item.

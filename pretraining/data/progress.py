@@ -16,14 +16,8 @@ class ProgressBar:
         if shown and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                desc=description,
-                total=total_bytes,
-                unit="B",
-                unit_scale=True,
-                file=sys.stderr,
-                mininterval=0.2,  # seconds
-            )
+            shown = {"desc": description, "total": total_bytes, "unit": "B", "unit_scale": True}
+            self._bar = tqdm(**shown, file=sys.stderr, mininterval=0.2)  # seconds
         self._description, self._total_bytes = description, total_bytes
         self._documents = self._tokens = self._bytes = 0
         self._start = self._last_line = time.perf_counter()

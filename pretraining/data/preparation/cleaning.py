@@ -324,12 +324,8 @@ class Passages(Stage):
     def report(self) -> dict:
         """Count {"words" of a window, "windows", "repeated" of them, "documents" that hold such, "removed"}."""
         repeated = [np.load(output / "documents.npy") for output in self.outputs()]
-        return {
-            **self.section.to_dict(),
-            "windows": int(self._bases[-1]),
-            "repeated": sum(map(len, repeated)),
-            "documents": len(np.unique(np.concatenate(repeated))),
-        }
+        counts = {"windows": int(self._bases[-1]), "repeated": sum(map(len, repeated))}
+        return {**self.section.to_dict(), **counts, "documents": len(np.unique(np.concatenate(repeated)))}
 
 
 @dataclass(frozen=True)

@@ -165,10 +165,8 @@ class GopherRepetition(Rule):
         # Imported here, so that a check of a recipe does not wait for numpy.
         from pretraining.data.quality import text
 
-        measures = (
-            ("top", self.max_top_ngrams, text.characters_of_most_frequent),
-            ("duplicate", self.max_duplicate_ngrams, text.characters_in_duplicates),
-        )
+        top = ("top", self.max_top_ngrams, text.characters_of_most_frequent)
+        measures = (top, ("duplicate", self.max_duplicate_ngrams, text.characters_in_duplicates))
         largest = max(map(int, [*self.max_top_ngrams, *self.max_duplicate_ngrams]), default=0)
         # Once for all sizes: each n looks only where the n-gram before it repeats.
         for ngrams in text.repeated_ngrams(view.words, largest):
@@ -182,14 +180,8 @@ class GopherRepetition(Rule):
 
 
 _SENTENCE_ENDS = (".", "?", "!", '"', "'")
-_POLICY_PHRASES = (
-    "terms of use",
-    "privacy policy",
-    "cookie policy",
-    "uses cookies",
-    "use of cookies",
-    "use cookies",
-)
+_POLICY_PHRASES = ("terms of use", "privacy policy", "cookie policy")
+_POLICY_PHRASES += ("uses cookies", "use of cookies", "use cookies")
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 
 
