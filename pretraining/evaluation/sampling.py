@@ -1,4 +1,4 @@
-"""Text from a model: one sample, and the samples of a run after each validation."""
+"""Text from a model: one sample, and the samples of a run after each validation or some steps."""
 
 import inspect
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.data.tokenizer import DOCUMENT_PREFIX
@@ -20,8 +20,29 @@ from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 DEFAULT = Sampling()
 
 
-class SamplingCallback(TrainerCallback):
-    """Continue the recipe's prompts after every validation, as `evaluation.sampling` says.
+class AtSamples(TrainerCallback):
+    """Call `at_samples` when samples are due: after each validation, or every `evaluation.sample_steps` steps."""
+
+    def __init__(self, sample_steps: int | None) -> None:
+        self.sample_steps = sample_steps
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        if self.sample_steps is None:
+            self.at_samples(state, model)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        # the step before is saved by now, if it is saved at all: a sample that dies costs nothing of it
+        if self.sample_steps and state.global_step and state.global_step % self.sample_steps == 0:
+            self.at_samples(state, model)
+
+    on_train_end = on_step_begin
+
+    def at_samples(self, state: TrainerState, model: PreTrainedModel) -> None:
+        raise NotImplementedError
+
+
+class SamplingCallback(AtSamples):
+    """Continue the recipe's prompts, as `evaluation.sampling` says.
 
     Writes rows of samples.jsonl: {"step", "prompt", "text"}, the text with its prompt. Every rank draws all samples,
     the same tokens, because a forward pass may be a collective. The curve is not affected: random generators
@@ -29,6 +50,7 @@ class SamplingCallback(TrainerCallback):
     """
 
     def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: Tokenizer) -> None:
+        super().__init__(recipe.evaluation.sample_steps)
         self.run, self.tokenizer = run, tokenizer
         self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation.sample_tokens
         self.sampling = recipe.evaluation.sampling
@@ -36,9 +58,10 @@ class SamplingCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             # A resumed run repeats the steps after its checkpoint and writes their samples again.
-            keep_past_rows(self.run.samples, state.global_step, state.log_history, lambda row: True)
+            history = state.log_history if self.sample_steps is None else []
+            keep_past_rows(self.run.samples, state.global_step, history, lambda row: True)
 
-    def on_evaluate(self, args, state, control, model=None, **kwargs):
+    def at_samples(self, state: TrainerState, model: PreTrainedModel) -> None:
         for prompt in self.prompts if self.num_tokens else ():
             text = sample_text(model, self.tokenizer, prompt, self.num_tokens, self.sampling)
             if state.is_world_process_zero:

@@ -441,6 +441,8 @@ def _limit_cadences(values: dict, steps: int) -> None:
         # A save goes with a validation wherever it did before.
         training["save_steps"] = save // evaluate * evaluate
     evaluation, monitors = values.get("evaluation") or {}, values.get("monitors") or {}
+    if evaluation.get("sample_steps"):
+        evaluation["sample_steps"] = min(evaluation["sample_steps"], every)
     if evaluation.get("task_steps") and evaluate >= 1:
         evaluation["task_steps"] = evaluate
     traced = (monitors.get("profile") or {}).get("steps") or 0

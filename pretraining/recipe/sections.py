@@ -306,7 +306,7 @@ class Checkpoints(Section):
 
 
 class Sampling(Section):
-    """How the samples after each validation are drawn; evaluation.sample_tokens is their length."""
+    """How samples are drawn; evaluation.sample_tokens is their length."""
 
     temperature: float = key(default=0.8, minimum=0)
     """0: the likeliest token each time."""
@@ -315,7 +315,7 @@ class Sampling(Section):
     top_p: float = key(default=1.0, exclusiveMinimum=0, maximum=1)
     """Draw among the likeliest tokens that together have this probability."""
     seed: int = key(default=0, minimum=0)
-    """The same draws after each validation."""
+    """The same draws each time."""
 
 
 class Evaluation(Section):
@@ -326,9 +326,11 @@ class Evaluation(Section):
     prompt: str | list[str] = key(
         default="", schema={"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}]}
     )
-    """What the samples after each validation continue: a text, or a list of texts."""
+    """What the samples continue: a text, or a list of texts."""
     sample_tokens: int = key(default=128, minimum=0)
     """Length of a sample; 0: no samples."""
+    sample_steps: int | None = key(default=None, minimum=1)
+    """Write samples every so many steps, with a validation or without; null: after each validation."""
     sampling: Sampling = key(default_factory=Sampling)
     hellaswag: str | None = key(default=None, minLength=1)
     """HellaSwag's validation set: a .jsonl file, or a dataset on the hub as Rowan/hellaswag; scored with the

@@ -7,10 +7,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
+from pretraining.evaluation.sampling import AtSamples
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import RunFolder
@@ -39,7 +40,11 @@ name_logs_by(grouped_names)
 
 
 def build_trackers(
-    report_to: str | list[str], run: RunFolder, run_name: str, project: str | None = None
+    report_to: str | list[str],
+    run: RunFolder,
+    run_name: str,
+    project: str | None = None,
+    sample_steps: int | None = None,
 ) -> list[TrainerCallback]:
     """Build the trackers' callbacks; `UserError` if a package is missing. project: the recipe's `training.project`."""
     names = [report_to] if isinstance(report_to, str) else report_to
@@ -59,7 +64,7 @@ def build_trackers(
             raise UserError(f"training.report_to: {error}") from error
         trackers.append(Tracker(name, callback, run))
         if name in SHOW_TEXT:
-            trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name]), run))
+            trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name], sample_steps), run))
     return [RunIdentity(run, run_name, names, project), Trackers(trackers)] if trackers else []
 
 
@@ -165,14 +170,21 @@ SHOW_TEXT: dict[str, Callable[[Any, list[dict]], None]] = {
 }
 
 
-class SampleTexts(TrainerCallback):
-    """Show the samples of each validation, which evaluation/sampling.py has just written, as text in a tracker."""
+class SampleTexts(AtSamples):
+    """Show the samples that evaluation/sampling.py has just written as text in a tracker."""
 
-    def __init__(self, run: RunFolder, callback: Any, show: Callable[[Any, list[dict]], None]) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        callback: Any,
+        show: Callable[[Any, list[dict]], None],
+        sample_steps: int | None = None,
+    ) -> None:
         """callback: the tracker's own."""
+        super().__init__(sample_steps)
         self.run, self.callback, self.show = run, callback, show
 
-    def on_evaluate(self, args, state, control, **kwargs) -> None:
+    def at_samples(self, state: TrainerState, model: PreTrainedModel) -> None:
         rows = read_rows(self.run.samples) if state.is_world_process_zero else []
         if now := [row for row in rows if row.get("step") == state.global_step]:
             self.show(self.callback, now)

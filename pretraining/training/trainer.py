@@ -159,7 +159,12 @@ class PretrainingTrainer(OpenTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does. A run that was asked to stop ends here."""
-        result = super().train(*args, **kwargs)
+        try:
+            result = super().train(*args, **kwargs)
+        except Exception:
+            if self.checkpoints:
+                self.checkpoints.wait_for_marker()  # written behind training; the process ends with it
+            raise
         self._leave_if_stopped()
         return result
 
@@ -239,12 +244,7 @@ class PretrainingTrainer(OpenTrainer):
         if self.checkpoints and is_due and step > self.first_step:
             with self.clock.during("saving"):
                 self.checkpoints.save(self, validation_follows=True)
-        try:
-            metrics = self._measure(metric_key_prefix)
-        except Exception:
-            if self.checkpoints:
-                self.checkpoints.wait_for_marker()  # written behind the validation; the process ends with it
-            raise
+        metrics = self._measure(metric_key_prefix)
         if self.checkpoints:
             if self.control.should_save and not is_validated(step, self.state.log_history):
                 self.checkpoints.save(self)  # cut short: before a schedule follows the NaN that stands for it

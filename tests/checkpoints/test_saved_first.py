@@ -28,6 +28,7 @@ CASES = {
     # where it runs, its settings; what dies and in which call, after how many steps
     "validation": ("zero3", 2, EVERY_4, "validation:2", 8),
     "sample, a rate that follows the loss": ("null", 1, PLATEAU, "sample:4", 8),
+    "sample at steps of its own": ("null", 1, (*EVERY_4, "evaluation.sample_steps=4"), "sample:2", 8),
     "task, one save at the end": ("null", 1, (DYING, "training.save_strategy=epoch"), "task:2", 10),
 }
 

@@ -163,17 +163,17 @@ def test_offloading_moves_state_and_loses_none(name):
 def test_every_recipe_has_a_plan_on_one_screen(name):
     """Promise: parameters, steps, memory, FLOPs and disk from the recipe alone."""
     # on as many ranks as its layout needs
-    case = setup(name, 8 if name == "moe-30b-a3b" else 2)
+    case = setup(name, 8 if name in ("moe-30b-a3b", "llama-405b") else 2)
     plan = build_run_plan(case)
     assert plan.steps * plan.tokens_per_step == plan.tokens
-    batch = plan.world_size * plan.micro_batch * plan.sequence_length
+    batch = plan.world_size // case.degrees.ranks_per_sample * plan.micro_batch * plan.sequence_length
     assert plan.accumulation_steps * batch == plan.tokens_per_step
     for gpu in (None, H200):
         answer = full_plan(case, gpu)
         text = as_text(answer)
         assert f"{plan.parameters:,}" in text and f"{plan.steps:,}" in text
-        # split experts have rows of their own: the layout and the messages of three kinds
-        most = 44 if case.degrees.expert > 1 else 40
+        # split work has rows of its own: the layout and the messages of three kinds
+        most = 44 if case.degrees.ranks_per_sample > 1 or case.degrees.expert > 1 else 40
         # how a class of one's own is counted, rates that no table has, and what to expect of them
         most += 3 if case.recipe.extensions else 0
         assert len(text.splitlines()) <= most and max(map(len, text.splitlines())) <= 120

@@ -365,8 +365,8 @@ def test_what_fits_is_neither_refused_nor_warned_of():
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name != "tiny"])
 def test_no_shipped_recipe_makes_a_mistake_of_ours(name):
     """On the eight GPUs of the table's H200 that the largest are sized for: nothing refused, nothing warned of."""
-    # llama-70b needs many nodes
-    ranks = 256 if name == "llama-70b" else 8
+    # the largest need many nodes
+    ranks = {"llama-70b": 256, "llama-405b": 512}.get(name, 8)
     verdict = judge(name, ranks, gpu_memory_bytes=H200.memory_bytes, gpu=H200, has_bf16=True)
     assert not verdict.refusals and not verdict.warnings
 

@@ -119,7 +119,7 @@ def test_every_recipe_with_every_ds_config_is_right_or_refused(name, deepspeed):
     config = load_ds_config(deepspeed)
     assert not judged(recipe, config, world_size=4)
     config["zero_optimization"]["overlap_comm"] = True
-    large = ("30b", "65b", "llama-70b", "moe-30b-a3b")
+    large = ("30b", "65b", "llama-70b", "llama-405b", "moe-30b-a3b")
     is_refused = deepspeed in ("zero2", "zero2_fp16", "zero2_ep2") and name in large
     assert bool(judged(recipe, config, world_size=4)) == is_refused
 
