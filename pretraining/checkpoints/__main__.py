@@ -59,7 +59,7 @@ from pretraining.schema import check
 EPILOG = """examples:
   python -m pretraining.checkpoints list runs/tiny
   python -m pretraining.checkpoints verify runs/tiny
-  python -m pretraining.checkpoints export runs/tiny --step 750
+  python -m pretraining.checkpoints export runs/tiny --step 700
   python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
 
@@ -120,9 +120,9 @@ class Verify:
     """
 
     EXAMPLES = """  python -m pretraining.checkpoints verify runs/tiny
-  python -m pretraining.checkpoints verify runs/tiny --step 750
+  python -m pretraining.checkpoints verify runs/tiny --step 700
   python -m pretraining.checkpoints verify s3://bucket/runs/30b --step 1000
-  python -m pretraining.checkpoints verify /mnt/copies/checkpoint-750 --json"""
+  python -m pretraining.checkpoints verify /mnt/copies/checkpoint-700 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_checkpoint=True, or_address=True)
@@ -193,9 +193,9 @@ class Export:
     """
 
     EXAMPLES = """  python -m pretraining.checkpoints export runs/tiny
-  python -m pretraining.checkpoints export runs/tiny --step 750 --to out/tiny-750
+  python -m pretraining.checkpoints export runs/tiny --step 700 --to out/tiny-700
   python -m pretraining.checkpoints export /mnt/runs/350m --average
-  python -m pretraining.checkpoints export /mnt/copies/checkpoint-750 --model runs/tiny/model --to out/tiny-750"""
+  python -m pretraining.checkpoints export /mnt/copies/checkpoint-700 --model runs/tiny/model --to out/tiny-700"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_checkpoint=True)
@@ -501,7 +501,7 @@ class Reshard:
     """
 
     EXAMPLES = """  python -m pretraining.checkpoints reshard runs/tiny --files 1 --to out/checkpoint
-  python -m pretraining.checkpoints reshard runs/tiny --step 750 --files 8 --to out/checkpoint-750"""
+  python -m pretraining.checkpoints reshard runs/tiny --step 700 --files 8 --to out/checkpoint-700"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_run(parser, or_checkpoint=True)

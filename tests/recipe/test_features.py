@@ -205,6 +205,8 @@ def _shortened(recipe: Recipe, texts: dict[str, Path], uploads: Path) -> list[st
     settings += [f"training.{key}={value}" for key, value in every.items()]
     settings += ["evaluation.max_validation_tokens=1024", "data.validation_share=0.1"]
     settings.append(f"evaluation.sample_tokens={min(4, recipe.evaluation.sample_tokens)}")
+    if recipe.evaluation.sample_steps:
+        settings.append("evaluation.sample_steps=1")
     if recipe.report.every_seconds == 30:
         settings.append("report.every_seconds=null")
     if recipe.checkpoints.upload is not None:
