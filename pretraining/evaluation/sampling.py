@@ -20,29 +20,8 @@ from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 DEFAULT = Sampling()
 
 
-class AtSamples(TrainerCallback):
-    """Call `at_samples` when samples are due: after each validation, or every `evaluation.sample_steps` steps."""
-
-    def __init__(self, sample_steps: int | None) -> None:
-        self.sample_steps = sample_steps
-
-    def on_evaluate(self, args, state, control, model=None, **kwargs):
-        if self.sample_steps is None:
-            self.at_samples(state, model)
-
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
-        # the step before is saved by now, if it is saved at all: a sample that dies costs nothing of it
-        if self.sample_steps and state.global_step and state.global_step % self.sample_steps == 0:
-            self.at_samples(state, model)
-
-    on_train_end = on_step_begin
-
-    def at_samples(self, state: TrainerState, model: PreTrainedModel) -> None:
-        raise NotImplementedError
-
-
-class SamplingCallback(AtSamples):
-    """Continue the recipe's prompts, as `evaluation.sampling` says.
+class SamplingCallback(TrainerCallback):
+    """Continue the recipe's prompts after each validation, or every `evaluation.sample_steps` steps.
 
     Writes rows of samples.jsonl: {"step", "prompt", "text"}, the text with its prompt. Every rank draws all samples,
     the same tokens, because a forward pass may be a collective. The curve is not affected: random generators
@@ -50,20 +29,31 @@ class SamplingCallback(AtSamples):
     """
 
     def __init__(self, run: RunFolder, recipe: Recipe, tokenizer: Tokenizer) -> None:
-        super().__init__(recipe.evaluation.sample_steps)
         self.run, self.tokenizer = run, tokenizer
-        self.prompts, self.num_tokens = prompts_of(recipe), recipe.evaluation.sample_tokens
-        self.sampling = recipe.evaluation.sampling
+        self.prompts, self.settings = prompts_of(recipe), recipe.evaluation
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             # A resumed run repeats the steps after its checkpoint and writes their samples again.
-            history = state.log_history if self.sample_steps is None else []
+            history = [] if self.settings.sample_steps else state.log_history
             keep_past_rows(self.run.samples, state.global_step, history, lambda row: True)
 
-    def at_samples(self, state: TrainerState, model: PreTrainedModel) -> None:
-        for prompt in self.prompts if self.num_tokens else ():
-            text = sample_text(model, self.tokenizer, prompt, self.num_tokens, self.sampling)
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        if not self.settings.sample_steps:
+            self._draw(state, model)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        # the step before is saved by now, if it is saved at all: a sample that dies costs nothing of it
+        every = self.settings.sample_steps
+        if every and state.global_step and state.global_step % every == 0:
+            self._draw(state, model)
+
+    on_train_end = on_step_begin
+
+    def _draw(self, state: TrainerState, model: PreTrainedModel) -> None:
+        num_tokens = self.settings.sample_tokens
+        for prompt in self.prompts if num_tokens else ():
+            text = sample_text(model, self.tokenizer, prompt, num_tokens, self.settings.sampling)
             if state.is_world_process_zero:
                 append_row(self.run.samples, {"step": state.global_step, "prompt": prompt, "text": text})
 

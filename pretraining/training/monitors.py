@@ -78,7 +78,7 @@ class RunMonitors:
         price = price_of(recipe.report.dollars_per_gpu_hour, plan.machine.gpu if plan.machine else None)
         self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch, price)
         report_to, project = recipe.training.report_to, recipe.training.get("project")
-        self.trackers = build_trackers(report_to, run, recipe.name, project, recipe.evaluation.sample_steps)
+        self.trackers = build_trackers(report_to, run, recipe.name, project)
 
     def loss(self, loss: Callable) -> Callable:
         """Wrap the loss, so that the monitors see it before the backward pass."""

@@ -7,11 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
-from pretraining.evaluation.sampling import AtSamples
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import RunFolder
@@ -40,11 +39,7 @@ name_logs_by(grouped_names)
 
 
 def build_trackers(
-    report_to: str | list[str],
-    run: RunFolder,
-    run_name: str,
-    project: str | None = None,
-    sample_steps: int | None = None,
+    report_to: str | list[str], run: RunFolder, run_name: str, project: str | None = None
 ) -> list[TrainerCallback]:
     """Build the trackers' callbacks; `UserError` if a package is missing. project: the recipe's `training.project`."""
     names = [report_to] if isinstance(report_to, str) else report_to
@@ -64,7 +59,7 @@ def build_trackers(
             raise UserError(f"training.report_to: {error}") from error
         trackers.append(Tracker(name, callback, run))
         if name in SHOW_TEXT:
-            trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name], sample_steps), run))
+            trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name]), run))
     return [RunIdentity(run, run_name, names, project), Trackers(trackers)] if trackers else []
 
 
@@ -170,24 +165,27 @@ SHOW_TEXT: dict[str, Callable[[Any, list[dict]], None]] = {
 }
 
 
-class SampleTexts(AtSamples):
-    """Show the samples that evaluation/sampling.py has just written as text in a tracker."""
+class SampleTexts(TrainerCallback):
+    """Show the samples that evaluation/sampling.py has just written, after a validation or a step, in a tracker."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        callback: Any,
-        show: Callable[[Any, list[dict]], None],
-        sample_steps: int | None = None,
-    ) -> None:
+    def __init__(self, run: RunFolder, callback: Any, show: Callable[[Any, list[dict]], None]) -> None:
         """callback: the tracker's own."""
-        super().__init__(sample_steps)
-        self.run, self.callback, self.show = run, callback, show
+        self.run, self.callback, self.show, self.seen = run, callback, show, 0
 
-    def at_samples(self, state: TrainerState, model: PreTrainedModel) -> None:
-        rows = read_rows(self.run.samples) if state.is_world_process_zero else []
-        if now := [row for row in rows if row.get("step") == state.global_step]:
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.seen = self._size()
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        if not state.is_world_process_zero or self._size() == self.seen:
+            return
+        self.seen = self._size()
+        if now := [row for row in read_rows(self.run.samples) if row.get("step") == state.global_step]:
             self.show(self.callback, now)
+
+    on_step_begin = on_train_end = on_evaluate
+
+    def _size(self) -> int:
+        return self.run.samples.stat().st_size if self.run.samples.exists() else 0
 
 
 class RunIdentity(TrainerCallback):
