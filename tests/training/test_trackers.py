@@ -163,8 +163,11 @@ args = TrainingArguments(output_dir=sys.argv[1], use_cpu=True)
 state = TrainerState(is_world_process_zero=True, global_step=3)
 given = args, state, None
 model = SimpleNamespace(config=None, num_parameters=lambda: 1)
-for callback in build_trackers("trackio", RunFolder(sys.argv[1]), "small"):
+callbacks = build_trackers("trackio", RunFolder(sys.argv[1]), "small")
+for callback in callbacks:
     callback.on_train_begin(*given, model=model)
+RunFolder(sys.argv[1]).samples.write_text(sys.argv[2])
+for callback in callbacks:
     callback.on_log(*given, model=model, logs={"loss": 2.5, "eval_loss": 3.0})
     callback.on_evaluate(*given, model=model)
     callback.on_train_end(*given, model=model)
@@ -176,8 +179,7 @@ def test_trackio_holds_the_names_of_metrics_jsonl(tmp_path):
     pytest.importorskip("trackio", reason="trackio is not installed (requirements-trackers.txt)")
     (tmp_path / "run").mkdir()
     (tmp_path / "program.py").write_text(TRACKED)
-    (tmp_path / "run" / "samples.jsonl").write_text(json.dumps(SAMPLE) + "\n")
-    completed(["forked", "0", tmp_path / "program.py", tmp_path / "run"])
+    completed(["forked", "0", tmp_path / "program.py", tmp_path / "run", json.dumps(SAMPLE) + "\n"])
     assert not (tmp_path / "run" / "events.jsonl").exists(), read_rows(tmp_path / "run" / "events.jsonl")
     (database,) = (tmp_path / "run" / "trackio").glob("*.db")
     assert database.stem == "pretraining"
