@@ -23,10 +23,10 @@ from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.durable_files import one_line_disk_errors
 from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.installation import WORKPLACE
 from pretraining.runtime.process_group import from_rank_0, rank_groups
 from pretraining.runtime.processes import leave_again_if_stopped
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
 
 if TYPE_CHECKING:
     from pretraining.checkpoints.manager import CheckpointManager
@@ -50,7 +50,7 @@ def main() -> None:
         return rehearse(recipe, ds_config, options, open_data, attempt)
     plan = build_run_plan(Setup(recipe, ds_config, options.world_size))
     data = None if options.while_preparing else open_data(recipe, options)
-    run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
+    run = RunFolder(options.output_dir or WORKPLACE / "runs" / recipe.name)
     leave_again_if_stopped(run)  # a launcher that takes a stop for a crash has started it again
     if on_one_node() and options.resume == "auto" and run.is_finished(recipe.to_dict()):
         return report_end(run)

@@ -36,7 +36,7 @@ LOGS=$RUN/logs/job-$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 # other jobs and programs on this node have other ports, and the meeting of the job's last start stays closed
 PORT=${PORT:-$((20000 + SLURM_JOB_ID % 9000))}
 MEETING=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-export RUN FIRST_NODE LOGS PORT MEETING PROGRAM=${PROGRAM:-train.py}
+export RUN FIRST_NODE LOGS PORT MEETING PROGRAM=${PROGRAM:--m pretraining.train}
 
 start_node() { # on each node
   mkdir -p "$LOGS/$SLURMD_NODENAME"

@@ -28,8 +28,8 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import processes
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, HANG, INTERRUPTED, STOPPED
+from pretraining.runtime.installation import REPOSITORY, WORKPLACE
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
 from pretraining.supervise.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def checked_run(words: Sequence[str]) -> tuple[Recipe, Path]:
         raise UserError(f"plan: a plan starts no run; {answers}")
     typed = options.recipe, options.set, options.deepspeed
     recipe, _ = load_recipe_and_ds_config(*typed, limit_tokens=options.limit_tokens)
-    return recipe, Path(options.output_dir or REPOSITORY / "runs" / recipe.name)
+    return recipe, Path(options.output_dir or WORKPLACE / "runs" / recipe.name)
 
 
 def train_command(words: Sequence[str], launcher: str) -> list[str]:

@@ -29,7 +29,7 @@ from pretraining.outside.addresses import refuse_credentials, refuse_slips
 from pretraining.recipe.curve import check_allowed
 from pretraining.recipe.recipe import SECTIONS
 from pretraining.recipe.section import description_of
-from pretraining.schema import REPOSITORY
+from pretraining.runtime.installation import WORKPLACE, as_typed
 
 REHEARSED = ("here", "elsewhere")
 """Where the machine of a rehearsal is: among those of the run, or not."""
@@ -59,6 +59,9 @@ class OneLineParser(argparse.ArgumentParser):
             refuse_credentials(word, before if before.startswith("-") else self.prog)
         return super().parse_known_args(words, namespace)
 
+    def format_help(self) -> str:
+        return as_typed(super().format_help())
+
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with the message and the command that shows the help."""
         raise UserError(f"{message} (see {self.prog} --help)")
@@ -80,7 +83,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
         add_data_source(parser)
     else:
         what = "prepared data (default: data/)"
-        add("--data_dir", type=_local_folder, default=REPOSITORY / "data", metavar="DIR", help=what)
+        add("--data_dir", type=_local_folder, default=WORKPLACE / "data", metavar="DIR", help=what)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +97,7 @@ def add_data_source(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = "prepared data: a folder (default: data/), or an address as s3://bucket/data, gs://, "
     what += "hf://, https://"
-    add("--data_dir", type=_folder_or_address, default=REPOSITORY / "data", metavar="DIR|URL", help=what)
+    add("--data_dir", type=_folder_or_address, default=WORKPLACE / "data", metavar="DIR|URL", help=what)
     what = "with a --data_dir that is an address: keeps fetched shards (default: $PRETRAINING_DATA_CACHE or "
     what += "~/.cache/pretraining/data)"
     add("--data_cache", type=Path, metavar="DIR", help=what)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.errors import UserError, nearest
-from pretraining.schema import REPOSITORY, Wrong, check, display_path, read_json, refuse_first
+from pretraining.runtime.installation import REPOSITORY
+from pretraining.schema import Wrong, check, display_path, read_json, refuse_first
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 _OPTIMIZER = (

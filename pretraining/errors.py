@@ -16,6 +16,7 @@ from types import ModuleType
 from pretraining.outside.masking import escaped, masked
 from pretraining.runtime.exit_codes import FINISHED, GAVE_UP, INTERRUPTED, USER_ERROR, tell_exit_code
 from pretraining.runtime.imports import silence_libraries
+from pretraining.runtime.installation import as_typed
 
 _REMEDIES = {
     "free some space, then type the same command again: what is complete is kept": "ENOSPC EDQUOT",
@@ -59,7 +60,7 @@ class UserError(Exception):
 
     def __init__(self, message: str, on_every_rank: bool = True):
         # texts of other libraries may hold line breaks, and a value in a recipe may be a book
-        words = (cut(word, 500) for word in message.split())
+        words = (cut(word, 500) for word in as_typed(message).split())
         super().__init__(cut(" ".join(words), 3000))
         self.on_every_rank = on_every_rank
 

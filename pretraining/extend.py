@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pretraining.errors import USER_CODE, UserError, fault_in_user_code, nearest, require
+from pretraining.runtime.installation import REPOSITORY
 from pretraining.schema import Wrong, display_path, problem, read_json
 
 Thing = TypeVar("Thing", bound=Callable)
@@ -268,7 +269,7 @@ def load_code_of_run(extensions: Iterable[Extension], kinds: Collection[str], tr
 
 def _is_of_this_repository(extension: Extension) -> bool:
     """Return whether a model of the recipes here has this very source: it is as trusted as the program that asks."""
-    places = (Path(__file__).parents[1] / "recipes" / room / "files" for room in ("modern", "published"))
+    places = (REPOSITORY / "recipes" / room / "files" for room in ("modern", "published"))
     paths = (place / extension.path.name for place in places)
     return any(
         path.is_file() and _read(str(path), path.parent, "", "").digest == extension.digest for path in paths

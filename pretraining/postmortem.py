@@ -22,6 +22,7 @@ from pretraining.reporting.analysis import lost_words
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.failures import NO_MEMORY, Failure, kernel_faults, read_failures
 from pretraining.runtime.heartbeat import gone_ranks, is_gone, read_place
+from pretraining.runtime.installation import as_typed
 from pretraining.runtime.run_folder import RunFolder, event_seconds, unix_seconds
 from pretraining.runtime.table import facts
 from pretraining.runtime.wall_time import Attempt, attempts, start_rows
@@ -312,7 +313,7 @@ class Evidence:
         """Say what to do about it, most important first."""
         of_gpus = [(host, fault.meaning) for host, fault in self.faults if fault.process is None]
         advice = [f"{host}: {meaning[1]}" for host, meaning in of_gpus if meaning]
-        fitting = [what for pattern, what in ADVICE.items() if re.search(pattern, first.what)]
+        fitting = [as_typed(what) for pattern, what in ADVICE.items() if re.search(pattern, first.what)]
         if first.rank is not None and "killed from outside" in first.what:
             what = f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power"
             fitting.append(f"{what}; this command says more if it runs there")

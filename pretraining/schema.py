@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, abbreviated, cut, did_you_mean, nearest
 from pretraining.outside.files import parse_json, read_bytes
+from pretraining.runtime.installation import WORKPLACE
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 MOST_CHOICES = 30
 """That a message lists."""
 MOST_UNKNOWN = 10
@@ -36,9 +36,9 @@ TYPE_NAMES = {
 
 
 def display_path(path: Path) -> str:
-    """Name a file for messages: relative to the repository if it is inside, else as given."""
+    """Name a file for messages: relative to where runs/ and data/ are if it is inside, else as given."""
     absolute = Path(path).absolute()
-    return str(absolute.relative_to(REPOSITORY)) if absolute.is_relative_to(REPOSITORY) else str(path)
+    return str(absolute.relative_to(WORKPLACE)) if absolute.is_relative_to(WORKPLACE) else str(path)
 
 
 def read_json(path: Path) -> dict:

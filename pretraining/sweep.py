@@ -30,10 +30,10 @@ from pretraining.reporting.__main__ import write_report
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED, STOPPED
+from pretraining.runtime.installation import REPOSITORY, WORKPLACE
 from pretraining.runtime.metric_names import grouped, is_better
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.table import aligned
-from pretraining.schema import REPOSITORY
 
 EXAMPLES = """examples:
   python -m pretraining.sweep --recipe tiny --over training.learning_rate=2e-3,5e-3
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     typed = options.recipe, options.set, options.deepspeed
     recipe, _ = load_recipe_and_ds_config(*typed, limit_tokens=options.limit_tokens)
-    folder = options.output_dir or REPOSITORY / "runs" / f"{recipe.name}-sweep"
+    folder = options.output_dir or WORKPLACE / "runs" / f"{recipe.name}-sweep"
     # all of them before the first is started: a wrong value is no surprise after hours
     points = points_of(options, recipe, folder)
     jobs, failures, code = known_jobs(folder), {}, FINISHED
@@ -208,7 +208,7 @@ def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: di
         command = ["sbatch", "--parsable", *shlex.split(sbatch_options), f"--job-name={point.recipe.name}"]
         command += [str(REPOSITORY / "launch" / "slurm.sh"), *words]
         variables = {"RUN": str(point.folder.absolute())} | ({"LAUNCHER": launcher} if launcher else {})
-        settings: dict = {"env": os.environ | variables, "cwd": REPOSITORY}
+        settings: dict = {"env": os.environ | variables, "cwd": WORKPLACE}
         try:
             done = subprocess.run(command, capture_output=True, text=True, **settings)
         except FileNotFoundError:

@@ -51,7 +51,7 @@ if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:
 # Files that start training processes: every other file runs before them, and those with the most work first, so that
 # no worker is left alone with a long one at the end.
 LAUNCHING = """
-    stream_order first_day slurm hostfile readme planning_memory curve compiling roofline layouts
+    stream_order first_day wheel slurm hostfile readme planning_memory curve compiling roofline layouts
     vocabulary_parallel fleet own_disks doctor_cluster chaos healing loss
     refusals sweep bad_input schedule_free averages muon nothing_lost saved_first reshard model one_loss
     uploaded_run other_models trackers pipeline flows ray stopping library_optimizers mup clipping document_masking

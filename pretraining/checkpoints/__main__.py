@@ -48,6 +48,7 @@ from pretraining.planning.quantities import duration, num_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.installation import as_typed
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.run_folder import RunFolder
@@ -387,7 +388,7 @@ class Branch:
         branch(checkpoint, StageChanges(*lowered, (*settings, *options.set), deepspeed), output)
         words = ["train.py", "--recipe", str(RunFolder(output).recipe), "--output_dir", str(output)]
         answer = {"checkpoint": str(checkpoint), "step": step, "run": str(output)}
-        return {**answer, "last_step": step + options.steps, "command": shlex.join(words)}
+        return {**answer, "last_step": step + options.steps, "command": as_typed(shlex.join(words))}
 
     def as_text(self, answer: dict) -> str:
         return (

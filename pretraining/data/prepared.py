@@ -32,7 +32,8 @@ from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe.recipe import Recipe
-from pretraining.schema import REPOSITORY, listed
+from pretraining.runtime.installation import WORKPLACE, as_typed
+from pretraining.schema import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,7 +178,7 @@ def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedD
     remote = RemoteData(f"{data_root}/{recipe.data.name}", cache)
     manifest = remote.read_manifest()
     # data_prep.py writes to a local folder only: data for an address is prepared here and copied there.
-    command, copying = preparing_command(recipe, REPOSITORY / "data"), f", then copy it to {remote.address}"
+    command, copying = preparing_command(recipe, WORKPLACE / "data"), f", then copy it to {remote.address}"
     _check_manifest(recipe, manifest, remote.address, f"{command} --replace{copying}")
     # transformers opens a local folder only, so the tokenizer is fetched at once.
     folder = remote.local_folder(manifest)
@@ -224,5 +225,5 @@ def note_repeats(recipe: Recipe, data_root: Path | str) -> None:
 
 def preparing_command(recipe: Recipe, data_root: Path) -> str:
     # The default folder needs no option.
-    elsewhere = [] if data_root == REPOSITORY / "data" else ["--data_dir", str(data_root)]
-    return shlex.join(["python", "data_prep.py", *recipe.words, *elsewhere])
+    elsewhere = [] if data_root == WORKPLACE / "data" else ["--data_dir", str(data_root)]
+    return as_typed(shlex.join(["python", "data_prep.py", *recipe.words, *elsewhere]))

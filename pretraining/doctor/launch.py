@@ -5,9 +5,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +27,8 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config
 from pretraining.runtime.host import existing_folder, host_memory_bytes, is_seen, unwritable
-from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
+from pretraining.runtime.installation import REPOSITORY, WORKPLACE, as_typed
+from pretraining.runtime.run_folder import RunFolder, installed_versions
 from pretraining.upstream.toolchain import Missing, missing_for_kernels, missing_for_operators
 
 LEAST_PYTHON = (3, 11)
@@ -128,7 +126,7 @@ def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
     launched = started_by_launcher()
     world_size = options.world_size or (world_size_here() if launched else len(gpus.found) or 1)
     here = ranks_here() if launched else min(world_size, len(gpus.found) or world_size)
-    runs = REPOSITORY / "runs"
+    runs = WORKPLACE / "runs"
     kept = {"starts_over": options.resume == "never", "allowed": tuple(options.allow_change)}
     launch = Launch(gpus, world_size, here, options.output_dir or runs, options.data_dir, **kept)
     if options.recipe is None:
@@ -217,11 +215,8 @@ def pins(path: Path) -> dict[str, str]:
 
 def versions() -> dict[str, str | None]:
     """Return what is installed of requirements.txt, without the mark of a build (2.13.0+cu130); None if missing."""
-    here: dict[str, str | None] = dict.fromkeys(pins(REPOSITORY / "requirements.txt"))
-    for name in here:
-        with suppress(PackageNotFoundError):
-            here[name] = version(name).partition("+")[0]
-    return here
+    here = installed_versions(pins(REPOSITORY / "requirements.txt"))
+    return {name: found and found.partition("+")[0] for name, found in here.items()}
 
 
 def _tested() -> Iterator[Finding]:
@@ -232,7 +227,7 @@ def _tested() -> Iterator[Finding]:
     missing = [f"{name}=={pin}" for name, pin in tested.items() if here[name] is None]
     differing = ((name, pin) for name, pin in tested.items() if here[name] not in (None, pin))
     other = [f"{name} {here[name]} (tested: {pin})" for name, pin in differing]
-    remedy = "pip install -r requirements.txt"
+    remedy = as_typed("pip install -r requirements.txt")
     if missing:
         yield Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy)
     if other:

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
 import time
 from collections import Counter
 from dataclasses import replace
@@ -20,9 +19,9 @@ from pretraining.doctor.roll_call import Answer, RollCall, named
 from pretraining.errors import file_error
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.runtime.host import system_text
+from pretraining.runtime.installation import as_typed
 from pretraining.runtime.process_group import device_name
-from pretraining.runtime.run_folder import describe_environment
-from pretraining.schema import REPOSITORY
+from pretraining.runtime.run_folder import describe_environment, git
 
 LIBRARIES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "DS_")
 LIBRARIES += ("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX")
@@ -50,10 +49,8 @@ def describe_rank(on_gpu: bool) -> dict[str, str]:
     here = describe_environment(device_name(), 0)
     commit = f"{here['git_commit']}"[:12]
     # Nodes may hold copies of the repository: the same commit with other changes is another program.
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(REPOSITORY), "diff", "HEAD"]
-        changes = subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
-        commit += f", modified ({hashlib.blake2b(changes, digest_size=3).hexdigest()})" if changes else ""
+    if changes := git("diff", "HEAD"):
+        commit += f", modified ({hashlib.blake2b(changes.encode(), digest_size=3).hexdigest()})"
     described = {
         "Python": here["python"],
         **{f"version of {name}": value or "not installed" for name, value in here["versions"].items()},
@@ -119,7 +116,9 @@ def _to_make_alike(key: str, usual: str) -> tuple[str, str]:
         return BREAKS, f"git checkout {commit} on every node, and have the same changes, or none, on each"
     if key in ("GPU", "GPU memory", "driver"):
         return COSTS, "take nodes of one kind: the slowest GPU sets the pace, the smallest the memory"
-    return BREAKS, "install the same on every node (pip install -r requirements.txt), or share one folder"
+    return BREAKS, as_typed(
+        "install the same on every node (pip install -r requirements.txt), or share one folder"
+    )
 
 
 def ask_for_the_time(call: RollCall) -> dict | None:

@@ -36,8 +36,8 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.page import LADDER_SCRIPTS, page_text, write_page
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED
+from pretraining.runtime.installation import WORKPLACE
 from pretraining.runtime.table import Column, write_table
-from pretraining.schema import REPOSITORY
 from pretraining.sweep import JOBS, add_starting_arguments, known_jobs, submit, train_all
 
 EXAMPLES = """examples:
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> tuple[int, Path]:
     """Plan, train, fit and answer, as far as the options ask for it; returns the exit code and the ladder's folder."""
     target, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
-    folder = options.output_dir or REPOSITORY / "runs" / f"{target.name}-ladder"
+    folder = options.output_dir or WORKPLACE / "runs" / f"{target.name}-ladder"
     code, failures = FINISHED, {}
     if not options.show:
         choices = Choices(**{each.name: getattr(options, each.name) for each in fields(Choices)})

@@ -20,6 +20,7 @@ from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.refusals import checked_ds_config
 from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.installation import as_typed
 from pretraining.runtime.metric_names import grouped
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.sweep import Point
@@ -138,7 +139,7 @@ def commands_of(rungs: Sequence[Rung], launcher: str) -> list[str]:
             words.append(shlex.join(map(str, made)))
         start = shlex.split(launcher) or ["python"]
         given = [word for key, value in rung.options.items() for word in (f"--{key}", str(value))]
-        words.append(shlex.join([*start, "train.py", *given]))
+        words.append(as_typed(shlex.join([*start, "train.py", *given])))
     return [" && ".join(words) for words in lines.values()]
 
 

@@ -19,9 +19,10 @@ from pretraining.doctor.gpus import read_gpus
 from pretraining.outside.files import read_json_value
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import write_json
+from pretraining.runtime.installation import WORKPLACE
 from pretraining.runtime.processes import call
 from pretraining.runtime.run_folder import RunFolder, utc_now
-from pretraining.schema import REPOSITORY, differences, listed
+from pretraining.schema import differences, listed
 from pretraining.supervise.hosts import HostfileCommand
 
 UP_TO_DATE, NOT_NEEDED, NOT_ASKED = "up to date", "not needed", "not asked for"
@@ -49,7 +50,7 @@ class Pipeline:
         )
         read_slurm_options(options.slurm)
         self.gpu = options.gpu or (gpus.known.name if gpus.known else None)
-        self.run = RunFolder(options.output_dir or REPOSITORY / "runs" / self.recipe.name)
+        self.run = RunFolder(options.output_dir or WORKPLACE / "runs" / self.recipe.name)
         self.data_folder = options.data_dir / self.recipe.data.name
         self.record = Record(self.run)
 

@@ -28,8 +28,9 @@ from pretraining.planning.setup import Setup
 from pretraining.recipe.curve import changed_parts
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED
+from pretraining.runtime.installation import REPOSITORY
 from pretraining.runtime.processes import CommandEnded
-from pretraining.schema import REPOSITORY, differences, display_path, listed
+from pretraining.schema import differences, display_path, listed
 
 REPORTED = ("recipe", "plan", "environment", "metrics", "events", "samples", "mixture")
 """Files of a run that its report shows, as `RunFolder` names them."""

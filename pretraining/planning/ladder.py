@@ -17,7 +17,8 @@ from pretraining.planning.scaling_laws import ParametricLoss
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import Change, changed_parts
-from pretraining.schema import REPOSITORY, check
+from pretraining.runtime.installation import WORKPLACE
+from pretraining.schema import check
 
 FILE = "ladder.json"
 DECAYED, STABLE = "decayed", "stable"
@@ -161,7 +162,7 @@ def read_ladder(name: str) -> Ladder:
     Raises:
         UserError: there is none, or it is damaged.
     """
-    path = REPOSITORY / name
+    path = WORKPLACE / name
     path = path if path.suffix == ".json" else path / FILE
     if not path.is_file():
         raise UserError(f"{path}: no such ladder; make it with python -m pretraining.ladder RECIPE")
@@ -186,6 +187,6 @@ def ladder_of(recipe: Recipe) -> Ladder | None:
         UserError: it is damaged.
     """
     name = recipe.report.ladder
-    if name is None or not any((REPOSITORY / name / part).is_file() for part in ("", FILE)):
+    if name is None or not any((WORKPLACE / name / part).is_file() for part in ("", FILE)):
         return None
     return read_ladder(name)

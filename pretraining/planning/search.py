@@ -30,6 +30,7 @@ from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import check_run
+from pretraining.runtime.installation import as_typed
 from pretraining.runtime.table import Column, write_table
 
 WAYS = ("zero0", "zero1", "zero2", "zero3", "zero3_hpz", "zero2_offload", "zero3_offload", "zero3_nvme")
@@ -387,7 +388,7 @@ class FitVerb:
         title = f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {fits}"
         # for a shell, with one option of train.py on each line
         words = [shlex.quote(word) for word in shlex.split(answer["command"])]
-        options = words.index("train.py") + 1
+        options = words.index("--recipe")
         lines = [f" \\\n    {word}" if word.startswith("--") else f" {word}" for word in words[options:]]
         command = "".join([" ".join(words[:options]), *lines])
         return f"{title}\n\n{table}\n{note}\n\n{where}{command}"
@@ -410,4 +411,4 @@ def _command(options: argparse.Namespace, recipe: Recipe, best: Way, gpu: Gpu) -
     given = [*launcher, "train.py", *words]
     if options.deepspeed and recipe.deepspeed == best.deepspeed:
         given += ["--deepspeed", options.deepspeed]
-    return " ".join([shlex.join(given), *best.changes])
+    return as_typed(" ".join([shlex.join(given), *best.changes]))

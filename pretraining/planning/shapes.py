@@ -21,11 +21,12 @@ from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import ask_of_model, is_exact, value_of
 from pretraining.recipe.optimizer import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR
 from pretraining.runtime.answers import answered
-from pretraining.schema import REPOSITORY, display_path
+from pretraining.runtime.installation import PACKAGE
+from pretraining.schema import display_path
 
 MODULE = "pretraining.model.counting"
 SOURCES = [
-    REPOSITORY / "pretraining" / name
+    PACKAGE / name
     for name in (
         "model/counting.py",
         "model/drawing_rules.py",

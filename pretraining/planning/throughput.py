@@ -35,7 +35,8 @@ from pretraining.planning.shapes import family_of, ranks_met, rows_of_rank, widt
 from pretraining.planning.sizes import BACKWARD
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.refusals import compiled_part
-from pretraining.schema import REPOSITORY, display_path
+from pretraining.runtime.installation import REPOSITORY
+from pretraining.schema import display_path
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 SAME_SIZE = 1.25

@@ -28,6 +28,7 @@ from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
+from pretraining.runtime.installation import as_typed
 from pretraining.schema import check, display_path, load_json, problem, read_json, refuse_first
 
 NO_DEEPSPEED = ("null", "none")
@@ -232,7 +233,7 @@ def _read(path: Path) -> dict:
     Lists and objects in a section replace the base's whole, and so does `published`. A model that names its type, or
     where it is, is another model and inherits nothing. The base's name and description stay its own.
     """
-    where, own = display_path(path), read_json(path)
+    where, own = display_path(path), _with_files(path)
     _check_owners(own, where)
     if "base" not in own:
         return own
@@ -241,7 +242,7 @@ def _read(path: Path) -> dict:
         base_path = path.parent / name if name.endswith(".json") else _find(name)
     except UserError as error:
         raise problem(where, "base", str(error).removeprefix("--recipe ")) from None
-    base = read_json(base_path)
+    base = _with_files(base_path)
     if "base" in base:
         what = f"{display_path(base_path)} has a base itself; name that one, or a recipe without"
         raise problem(where, "base", what)
@@ -257,6 +258,12 @@ def _read(path: Path) -> dict:
         extends = extends and key != "published"
         merged[key] = {**inherited, **value} if extends else value
     return merged
+
+
+def _with_files(path: Path) -> dict:
+    """Read a recipe; one of ours names its files from the repository, which a wheel has elsewhere."""
+    values = read_json(path)
+    return json.loads(as_typed(json.dumps(values))) if path.is_relative_to(RECIPES) else values
 
 
 def _beside(recipe_path: Path, extension: str | dict) -> str | dict:

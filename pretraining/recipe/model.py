@@ -13,7 +13,8 @@ from pretraining.errors import UserError, did_you_mean, nearest
 from pretraining.extend import MODEL_KEYS, model_extension
 from pretraining.recipe.section import schema_file
 from pretraining.runtime.answers import answered, ask
-from pretraining.schema import REPOSITORY, Wrong, check, display_path, problem
+from pretraining.runtime.installation import PACKAGE
+from pretraining.schema import Wrong, check, display_path, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
 """Counted by formula in planning/shapes.py; what holds for them is tested for each."""
@@ -138,7 +139,7 @@ def measured_by_itself(model: dict) -> dict[str, str | None]:
 @cache
 def _measured_section(section: str) -> dict[str, str | None]:
     own = model_extension(json.loads(section)["model_type"])
-    code = [(REPOSITORY / "pretraining" / name).read_text(encoding="utf-8") for name in MEASURING]
+    code = [(PACKAGE / name).read_text(encoding="utf-8") for name in MEASURING]
     versions = [version(name) for name in ("torch", "transformers")]
     depends_on, module = (*versions, own.digest, *code, section), "pretraining.model.abilities"
     answer = answered("abilities-", depends_on, "abilities", lambda: ask_of_model(module, section))
@@ -151,10 +152,10 @@ def ask_of_model(module: str, section: str) -> dict:
     """Ask a module of this package about a model section, in a process that loads the module of its class first."""
     own = model_extension(json.loads(section)["model_type"])
     # a small model needs no threads
-    program, variables = ["-m", module], {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    program, variables = ["-m", module], {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
     if own:
         program += [str(own.path.absolute()) if own.is_file else own.module]
-        variables["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
+        variables["PYTHONPATH"] = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
     return ask(program, section, **variables)
 
 

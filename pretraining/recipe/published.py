@@ -22,10 +22,11 @@ from pretraining.recipe.model import EXACT, SPECIAL_IDS, checked_model, known_ty
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.answers import answered, ask
-from pretraining.schema import REPOSITORY, check, problem, read_json
+from pretraining.runtime.installation import PACKAGE
+from pretraining.schema import check, problem, read_json
 
 KEY = "model.from"
-PROGRAM = REPOSITORY / "pretraining" / "model" / "published_config.py"
+PROGRAM = PACKAGE / "model" / "published_config.py"
 OF_THE_RUN = ("attn_implementation", "experts_implementation", "output_router_logits", "use_cache")
 """Keys that say how a model is run, not what it is: kernels, and what inference needs. A recipe has its own."""
 

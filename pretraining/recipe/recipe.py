@@ -26,7 +26,7 @@ from pretraining.recipe.budget import (
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
 from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
-from pretraining.recipe.section import Section, check_folder_name
+from pretraining.recipe.section import RECIPES, Section, check_folder_name
 from pretraining.recipe.sections import (
     Checkpoints,
     Evaluation,
@@ -39,9 +39,8 @@ from pretraining.recipe.sections import (
 )
 from pretraining.recipe.training import Training, check_judged, check_schedule
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
-from pretraining.schema import REPOSITORY, Wrong, display_path, problem, refuse_first
+from pretraining.schema import Wrong, display_path, problem, refuse_first
 
-RECIPES = REPOSITORY / "recipes"
 _TEXT = {"type": "string", "minLength": 1}
 _MODULE = {
     "type": "object",

@@ -22,8 +22,10 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
-from pretraining.schema import REPOSITORY, Wrong
+from pretraining.runtime.installation import REPOSITORY
+from pretraining.schema import Wrong
 
+RECIPES = REPOSITORY / "recipes"
 JSON_TYPES = {
     int: "integer",
     float: "number",
@@ -220,4 +222,4 @@ def check_folder_name(name: str, key: str) -> Wrong:
 @cache
 def schema_file() -> dict:
     """recipes/schema.json, generated: our sections from their classes, model and training from the libraries'."""
-    return json.loads((REPOSITORY / "recipes" / "schema.json").read_text(encoding="utf-8"))
+    return json.loads((RECIPES / "schema.json").read_text(encoding="utf-8"))

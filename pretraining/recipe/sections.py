@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
 from pretraining.recipe.optimizer import InitialRow
-from pretraining.recipe.section import Section, key
-from pretraining.schema import REPOSITORY, Wrong
+from pretraining.recipe.section import RECIPES, Section, key
+from pretraining.schema import Wrong
 
 
 class Weights(Section):
@@ -371,7 +371,7 @@ class Report(Section):
     loss it foresees."""
 
 
-CURVES = REPOSITORY / "recipes" / "published" / "curves"
+CURVES = RECIPES / "published" / "curves"
 
 
 class Published(Section):

@@ -43,8 +43,8 @@ from pretraining.recipe.curve import changes_of_run
 from pretraining.rehearsal.stand_in_data import StandInData, stand_in_data
 from pretraining.runtime.host import cores, disk_room_bytes, existing_folder, loopback_name
 from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.installation import WORKPLACE
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
 
 ELSEWHERE = "elsewhere"
 AT_ONCE = 2
@@ -115,7 +115,7 @@ class Rehearsal:
         self.nodes: int = options.nodes or -(-self.world_size // 8)
         self.is_elsewhere = options.rehearse == ELSEWHERE
         self.gpu = find_gpu(options.gpu) if options.gpu else None
-        self.run = RunFolder(options.output_dir or REPOSITORY / "runs" / recipe.name)
+        self.run = RunFolder(options.output_dir or WORKPLACE / "runs" / recipe.name)
         self.parts: list[RehearsedPart] = []
         self.ranks: list[dict] = []
         self.plan: RunPlan | None = None

@@ -17,8 +17,8 @@ from pretraining.reporting.page import page_payload, page_text, run_payload, wri
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import file_state
 from pretraining.runtime.exit_codes import variables_of_a_helper
+from pretraining.runtime.installation import PACKAGE
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
 
 LAST_PAGE_SECONDS = 60.0
 """How long the end of a run waits for its last page."""
@@ -61,7 +61,7 @@ def start_writer(run: RunFolder, every_seconds: float) -> subprocess.Popen | Non
     """Start the process that writes the pages; None if there is no memory for it: a run without a report is a run."""
     watched = [str(run.path.resolve()), "--watch", str(every_seconds), "--since", str(time.time())]
     # PYTHONPATH: train.py may have been started from any folder. One thread: the others are training's.
-    ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    ours = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
     with contextlib.suppress(OSError):
         return subprocess.Popen(
             [sys.executable, "-m", "pretraining.reporting", *watched],

@@ -20,6 +20,7 @@ from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of
 from pretraining.outside.masking import masked
 from pretraining.runtime.durable_files import append_row, read_rows
+from pretraining.runtime.installation import PACKAGE
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import fits
 
@@ -137,7 +138,6 @@ def failing_gpus(log: Path = LOG) -> list[tuple[str, int]]:
 
 LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000
 """Characters; of a traceback the end is kept."""
-PACKAGE = Path(__file__).resolve().parents[1]
 
 ENDED_BY_LAUNCHER = "ended by its launcher, because another rank of its machine was gone"
 # What ranks meet after another rank is gone: their launcher, gloo, NCCL, torch's store, its watchdog.

@@ -16,15 +16,17 @@ from pretraining.outside.masking import masked_in
 from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.durable_files import append_row, read_rows, replacing
+from pretraining.runtime.installation import IS_WHEEL, REPOSITORY
 from pretraining.runtime.lock import lock_on_each_disk
 from pretraining.runtime.process_group import ONE_DISK
-from pretraining.schema import REPOSITORY, fits
+from pretraining.schema import fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 STARTS = ("start", "resume")
 """Events with which an attempt of a run begins."""
-PACKAGES = ("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow")
+PACKAGES = ["torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow"]
+PACKAGES += ["pretraining-recipes"] if IS_WHEEL else []  # a checkout has a commit
 
 
 class RunFolder:
@@ -268,21 +270,26 @@ def is_validated(step: int, log_history: list[dict]) -> bool:
     return any("eval_loss" in row and row["step"] == step for row in log_history)
 
 
-def describe_environment(device: str, world_size: int) -> dict:
-    """Return versions, device and git state, for environment.json and the model card; no variables, no secrets."""
-    versions = dict.fromkeys(PACKAGES)
-    for name in PACKAGES:
+def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Return {package: its version, None if it is not installed}."""
+    versions: dict[str, str | None] = dict.fromkeys(packages)
+    for name in versions:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
+    return versions
+
+
+def describe_environment(device: str, world_size: int) -> dict:
+    """Return versions, device and git state, for environment.json and the model card; no variables, no secrets."""
     return {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": device,
         "world_size": world_size,
-        "versions": versions,
-        "git_commit": _git("rev-parse", "HEAD"),
+        "versions": installed_versions(PACKAGES),
+        "git_commit": git("rev-parse", "HEAD"),
         # Kept measurements are no part of what runs.
-        "git_modified": bool(_git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")),
+        "git_modified": bool(git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")),
     }
 
 
@@ -291,9 +298,11 @@ def trained_on_processor(environment: dict) -> bool:
     return str(environment.get("device", "")).startswith("CPU")
 
 
-def _git(*arguments: str) -> str | None:
+def git(*arguments: str) -> str | None:
+    """Return what git says of this checkout; None without git, and in a wheel: a repository around it is not ours."""
+    command, settings = ["git", "-C", str(REPOSITORY), *arguments], {"errors": "replace", "timeout": 10}
     try:
-        command = ["git", "-C", str(REPOSITORY), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        said = None if IS_WHEEL else subprocess.run(command, capture_output=True, check=True, **settings)
+        return said and said.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

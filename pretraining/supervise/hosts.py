@@ -28,7 +28,7 @@ from typing import NoReturn
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
 from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, SUPERVISOR, USER_ERROR
-from pretraining.schema import REPOSITORY
+from pretraining.runtime.installation import WORKPLACE
 
 READY, NO_CODE = "ready", "none"
 SECONDS_TO_LEAVE = 60.0
@@ -183,7 +183,7 @@ class Hosts:
             what = "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
             raise UserError(what)
         words = [sys.executable, "-m", "pretraining.supervise.hosts", str(self.folder)]
-        there = f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(words)}"
+        there = f"cd {shlex.quote(str(WORKPLACE))} && exec {shlex.join(words)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         started = {
             host: subprocess.Popen([*self.command.ssh(host), there], start_new_session=True, **pipes)

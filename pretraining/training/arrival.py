@@ -26,10 +26,10 @@ from pretraining.recipe.budget import Progress
 from pretraining.recipe.curve import changes_of_run
 from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.heartbeat import long_work, process_fields, work_done
+from pretraining.runtime.installation import REPOSITORY
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.processes import error_line
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
 from pretraining.training.stopping import StopRequests
 
 LOG_NAME = "preparation.log"
@@ -221,7 +221,8 @@ class Alongside:
 
     def __init__(self, command: str, log: Path):
         self.command, self.log = command, log
-        words = [sys.executable, str(REPOSITORY / "data_prep.py"), *shlex.split(command)[2:]]
+        options = shlex.split("--recipe" + command.partition("--recipe")[2])
+        words = [sys.executable, str(REPOSITORY / "data_prep.py"), *options]
         self._failure: str | None = None
         log.parent.mkdir(parents=True, exist_ok=True)
         # Kept open: the run's folder may be renamed (`--resume never`).

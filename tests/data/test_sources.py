@@ -17,7 +17,7 @@ from pretraining.data.text_files import Extent, list_files
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
-from pretraining.schema import REPOSITORY
+from tests.gear.runs import REPOSITORY
 from tests.gear.served import Served
 
 TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400)]

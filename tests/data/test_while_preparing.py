@@ -22,11 +22,10 @@ from pretraining.data.prepared import ArrivingData, is_prepared, open_prepared
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data
 from pretraining.recipe.refusals import check_while_preparing
-from pretraining.schema import REPOSITORY
 from tests.data.test_data_prep import make_texts, recipe_for, write_jsonl
 from tests.gear.finished_data import refusal
 from tests.gear.quality_texts import PROSE
-from tests.gear.runs import Run, Started, Workshop, choices, execute, launcher
+from tests.gear.runs import REPOSITORY, Run, Started, Workshop, choices, execute, launcher
 
 SOURCES = 4
 TIMEOUT_SECONDS = 300

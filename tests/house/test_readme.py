@@ -18,8 +18,9 @@ from tests.gear.runs import REPOSITORY, Finished, Workshop, execute
 from tests.gear.scored_tasks import write_items, write_tasks
 from tests.training.test_batch_ramp import RAMPED
 
-NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "CONTRIBUTING.md")
+NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "CONTRIBUTING.md", "AGENTS.md")
 PAGES = [*(REPOSITORY / name for name in NAMES), *sorted((REPOSITORY / "docs").glob("*.md"))]
+LINT = ["ruff check .", "ruff format --check .", "mypy"]
 MAKE_SETUP = re.compile(r"-m pip install|-m venv|touch |^@|sys\.version_info|^\{|error: ")
 
 
@@ -185,15 +186,19 @@ def run_doctor_together(workshop: Workshop, words: list[str]) -> None:
 
 
 def run_make(workshop: Workshop, words: list[str]) -> None:
-    """`make TARGET`: what it would do after setting up is run (demo), or is what runs this (test)."""
+    """`make TARGET`: what it would do after setting up is run (demo), or is what runs this (test) and other tests."""
     shown = execute(["make", "--dry-run", *words[1:]])
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        wanted = ["ruff check .", "ruff format --check .", "mypy"]
+        wanted = [*LINT]
         wanted += ["python -m pytest -m gpu"] if num_gpus() else []
         wanted += ["python -m pytest -n 3 --dist loadfile --no-loadscope-reorder"]
         assert recipe[-len(wanted) :] == wanted
+        return
+    if words[1] in ("lint", "schema"):
+        known = {"lint": LINT, "schema": ["python recipes/generate_schema.py"]}
+        assert recipe[-len(known[words[1]]) :] == known[words[1]]
         return
     assert [line.split()[0] for line in recipe] == ["python", "deepspeed", "python"]
     for line in recipe:
@@ -250,6 +255,18 @@ def run_install(workshop: Workshop, words: list[str]) -> None:
     assert words[:3] == ["pip", "install", "-r"] and (REPOSITORY / words[3]).is_file()
 
 
+def run_module(workshop: Workshop, words: list[str]) -> None:
+    """A command of an installation: as a checkout has it; test_wheel.py runs both in an empty folder."""
+    line = shlex.join(words).replace("--module pretraining.train", "train.py")
+    run_scaled(workshop, line.replace("pretraining-data-prep", "python data_prep.py"))
+
+
+def run_pytest(workshop: Workshop, words: list[str]) -> None:
+    """`pytest ...`: it finds tests; those that a page chooses run with all others."""
+    found = execute(["python", "-m", *words, "--collect-only"])
+    assert found.code == 0 and "tests" in found.stdout, found.output
+
+
 def run_stop_file(workshop: Workshop, words: list[str]) -> None:
     """`touch runs/tiny/STOP`: the file that runs look for; test_stopping.py stops one by it."""
     path = Path(words[1])
@@ -263,7 +280,10 @@ def run_sbatch(workshop: Workshop, words: list[str]) -> None:
 
 
 SCALED = {
-    r"make (demo|test)$": run_make,
+    r"make (demo|test|lint|schema)$": run_make,
+    r"pytest ": run_pytest,
+    r"pretraining-data-prep ": run_module,
+    r"deepspeed .*--module pretraining\.train ": run_module,
     r"python data_prep\.py .*--executor ray": run_ray,
     r"python data_prep\.py ": run_prepare,
     r"python -m pretraining\.pipeline ": run_pipeline,

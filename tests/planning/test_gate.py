@@ -14,8 +14,7 @@ from pretraining.planning.run_plan import Objection, Verdict, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import REPOSITORY
-from tests.gear.runs import execute
+from tests.gear.runs import REPOSITORY, execute
 from tests.planning.test_planning import H200, setup
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))

@@ -18,8 +18,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.schema import REPOSITORY
-from tests.gear.runs import answer_of, execute
+from tests.gear.runs import REPOSITORY, answer_of, execute
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 640, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
 GROUPED = {

@@ -19,7 +19,7 @@ from pretraining.planning.__main__ import EPILOG, VERBS, main
 from pretraining.planning.gpus import all_gpus
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import load_recipe
-from pretraining.schema import REPOSITORY
+from tests.gear.runs import REPOSITORY
 
 PREFIX = "python -m pretraining.planning "
 TRILLION = ["model.n_embd=25600", "model.n_layer=128", "model.n_head=160", "budget.tokens_per_step=8388608"]

@@ -16,11 +16,11 @@ from pretraining.ds_config import Degrees
 from pretraining.runtime.process_group import host_group, largest_over_ranks, own_group, rank_groups
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import attempts
-from pretraining.schema import REPOSITORY
 from pretraining.training import stopping
 from pretraining.upstream.deepspeed import groups_at_once
 from pretraining.upstream.fake_gpu import fake_gpu
 from pretraining.upstream.split_weights import make_expert_groups
+from tests.gear.runs import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 

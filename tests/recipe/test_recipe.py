@@ -17,8 +17,8 @@ from pretraining.recipe.data import Dedup
 from pretraining.recipe.loading import OTHER_NAMES as NAMES_ELSEWHERE
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import TRAINING_KEYS, Keyword, Training
-from pretraining.schema import REPOSITORY, suggestion
-from tests.gear.runs import LLAMA, SMALL_RECIPE, execute
+from pretraining.schema import suggestion
+from tests.gear.runs import LLAMA, REPOSITORY, SMALL_RECIPE, execute
 
 RECIPES = recipe_names()
 

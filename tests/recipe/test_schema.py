@@ -5,8 +5,8 @@ import json
 import pytest
 
 from pretraining.errors import UserError
-from pretraining.schema import REPOSITORY, check, read_json, suggestion
-from tests.gear.runs import execute
+from pretraining.schema import check, read_json, suggestion
+from tests.gear.runs import REPOSITORY, execute
 
 SCHEMA = {
     "type": "object",

@@ -118,9 +118,18 @@ def check_command(command: list[str], variables: dict[str, str], folder: Path, u
     command = [word.replace("torchrun ", f"{torchrun} ") for word in command]
     completed(command, **variables)
     read = get_args_parser().parse_args((folder / "words").read_text().splitlines())
-    found = (read.nnodes, read.node_rank, read.nproc_per_node, read.training_script)
-    assert found == ("2", 1, "8", "train.py")
+    found = (read.nnodes, read.node_rank, read.nproc_per_node, read.module, read.training_script)
+    assert found == ("2", 1, "8", True, "pretraining.train")
     assert read.master_addr and read.master_port
-    plan = ["python", "train.py", *read.training_script_args, "--plan", "--world_size", "16", "--json"]
+    plan = [
+        "python",
+        "-m",
+        read.training_script,
+        *read.training_script_args,
+        "--plan",
+        "--world_size",
+        "16",
+        "--json",
+    ]
     completed(plan)
     assert f"checkpoints.upload={upload}" in read.training_script_args

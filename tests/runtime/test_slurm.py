@@ -48,7 +48,7 @@ def test_a_job_that_is_queued_again_meets_anew(tmp_path):
 def test_a_job_trains_or_has_the_doctor_examine_its_nodes(tmp_path):
     """The same launcher, ports and nodes: what the doctor finds is what the run will meet."""
     rest = ["--recipe", "tiny", "--output_dir", str(tmp_path / "run")]
-    for variables, program in (({}, ["train.py"]), ({"PROGRAM": DOCTOR}, DOCTOR.split())):
+    for variables, program in (({}, ["-m", "pretraining.train"]), ({"PROGRAM": DOCTOR}, DOCTOR.split())):
         words = words_of_a_node(tmp_path, 4711, **variables)
         assert words[-len(rest) - len(program) :] == [*program, *rest] and "torchrun" in words
 

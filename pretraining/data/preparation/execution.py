@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pretraining.data.preparation.stage import Stage, run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError, require
-from pretraining.schema import REPOSITORY
+from pretraining.runtime.installation import PACKAGE
 
 if TYPE_CHECKING:
     from pretraining.data.preparation.plan import Preparation
@@ -254,7 +254,7 @@ def run_on_ray(stage: Stage, numbers: list[int], workers: int, finished: Callabl
     if not ray.is_initialized():
         settings = {"log_to_driver": False, "include_dashboard": False, "logging_level": "error"}
         # Also of nodes that were started elsewhere: the folder is the same on all of them.
-        path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+        path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]).rstrip(":")
         try:
             ray.init(**settings, runtime_env={"env_vars": {"PYTHONPATH": path}})
         except (ConnectionError, RuntimeError, ValueError) as error:

@@ -18,7 +18,7 @@ from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import preparation_lock
 from pretraining.errors import UserError, nearest, one_line_errors
 from pretraining.runtime.durable_files import write_json
-from pretraining.schema import REPOSITORY
+from pretraining.runtime.installation import PACKAGE
 
 if TYPE_CHECKING:
     from pretraining.data.preparation.plan import Preparation
@@ -130,7 +130,8 @@ def _script(options: dict, logs: Path, job_name: str, array: str, command: str) 
     }
     # This interpreter's packages and this repository.
     bin_folder = shlex.quote(str(Path(sys.executable).parent))
-    environment = f'export PATH={bin_folder}:"$PATH" PYTHONPATH={shlex.quote(str(REPOSITORY))}:"$PYTHONPATH"'
+    ours = shlex.quote(str(PACKAGE.parent))
+    environment = f'export PATH={bin_folder}:"$PATH" PYTHONPATH={ours}:"$PYTHONPATH"'
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value),

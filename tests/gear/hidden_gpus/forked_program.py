@@ -13,7 +13,13 @@ import tempfile
 import time
 from pathlib import Path
 
-PROGRAMS = ("train.py", "pretraining.doctor", "pretraining.evaluation", "pretraining.rehearsal.rank")
+PROGRAMS = (
+    "train.py",
+    "pretraining.train",
+    "pretraining.doctor",
+    "pretraining.evaluation",
+    "pretraining.rehearsal.rank",
+)
 PROGRAMS += ("deepspeed", "deepspeed.launcher.launch", "torchrun", "accelerate")
 """Those that spend seconds on imports."""
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
