@@ -151,7 +151,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     what = "a file of ds_configs/, or a path, over the recipe's, with degrees of parallelism after a colon if wanted "
     what += "(zero3:sequence=4); 'null' for plain data parallel"
     # `accelerate launch` puts the deepspeed_config_file of its config there
-    by_accelerate = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    by_accelerate = as_typed(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")) or None
     add("--deepspeed", metavar="NAME|PATH", default=by_accelerate, help=what)
     add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
     what = "continue from the newest committed checkpoint (default), start over, or from this one"

@@ -190,8 +190,8 @@ def test_the_steps_make_an_image_that_trains(tmp_path):
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    plan = ["--recipe", "30b", "--plan", "--world_size", "8", "--gpu", "H100"]
-    assert typed("pretraining-train", *plan).startswith("plan of 30b")
+    plan = ["--recipe", "124m", "--plan", "--world_size", "8", "--gpu", "H100"]
+    assert typed("pretraining-train", *plan).startswith("plan of 124m")
     few = ["--recipe", "tiny", "--limit_tokens", "20000"]
     typed("pretraining-data-prep", *few)
     typed("deepspeed", "--num_gpus=2", "--module", "pretraining.train", *few)
