@@ -18,7 +18,8 @@
 ARG BASE=nvidia/cuda:13.2.1-devel-ubuntu24.04@sha256:44a9504c6dfb50b1241464241b02a93871928f373de6f5a644cf5fe9f080aa63
 
 FROM ${BASE} AS system
-ENV DEBIAN_FRONTEND=noninteractive PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+ARG DEBIAN_FRONTEND=noninteractive
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 # g++ and libaio for DeepSpeed's operators, Python's headers for triton; pdsh starts the hosts of `deepspeed --hostfile`
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
