@@ -68,12 +68,11 @@ def ladder_of(options: argparse.Namespace, name: str, settings: dict, **more):
 def members_of(recipe, width: int, folder: Path, **factors) -> list:
     """Return the members of the recipe's family at a width and its tokens per parameter."""
     from pretraining.ladder.family import Choices, family_of
-    from pretraining.runtime.durable_files import write_json
 
     chosen = Choices(widths=(width,), points=1, longest=1.0, **factors)
     members = family_of(recipe, chosen, folder / "recipes")
     for member in members:
-        write_json(member.recipe.path, member.recipe.to_dict())
+        member.write()
     return members
 
 

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
             return FINISHED, folder
         for member in members:
-            write_json(member.recipe.path, member.recipe.to_dict())
+            member.write()
         if options.commands:
             print("\n".join(commands_of(rungs, options.launcher)))
             return FINISHED, folder

@@ -22,6 +22,7 @@ from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import own_key, value_of
 from pretraining.recipe.optimizer import FAMILIES
 from pretraining.recipe.training import DECAYING
+from pretraining.runtime.durable_files import write_json
 
 UNITS = ((2048, 64), (0, 8))
 """(least width, what widths from there on are multiples of)."""
@@ -78,6 +79,11 @@ class Member:
     @property
     def parameters(self) -> int:
         return matmul_parameters(self.recipe)
+
+    def write(self) -> None:
+        """Write its recipe, with extensions where they are now: they are copied with each run."""
+        extensions = [each.module for each in self.recipe.extensions]
+        write_json(self.recipe.path, {**self.recipe.to_dict(), "extensions": extensions})
 
     @property
     def is_base(self) -> bool:

@@ -170,6 +170,14 @@ def test_members_keep_the_ratios_of_the_recipe(workshop, tmp_path, kind, capsys)
     )
 
 
+def test_members_find_the_code_of_their_recipe(tmp_path, capsys):
+    """A model of one's own, in a file beside the recipe: a member elsewhere is a recipe that loads."""
+    main(["tiny", "--widths", "32,64,128", "--commands", "--output_dir", str(tmp_path)])
+    member = load_recipe(str(tmp_path / "recipes" / "w64.json"))
+    assert [each.path.is_file() for each in member.extensions] == [True]
+    assert "w128.json" in capsys.readouterr().out
+
+
 def test_kills_at_random_moments_end_in_the_same_fit(workshop, ladder, tmp_path):
     """Of a ladder whose largest size is not there yet, killed twice; the same command ends with the same points."""
     folder = tmp_path / "ladder"
