@@ -4,8 +4,9 @@
     pyflyte run --remote --image IMAGE flows/pretrain.py pretrain --recipe 30b --world_size 8 --gpu H100 \\
         --store s3://bucket/runs
 
-Needs flytekit (pip install -r requirements-flows.txt). A task is taken from Flyte's cache if its key is known: a digest
-of the texts' content and the keys that decide the tokens, then of the parts of the recipe that decide the run.
+Needs flytekit (pip install -r requirements-flows.txt). IMAGE is that of the Dockerfile with `flows` among its EXTRAS.
+A task is taken from Flyte's cache if its key is known: a digest of the texts' content and the keys that decide the
+tokens, then of the parts of the recipe that decide the run.
 """
 
 import datetime
