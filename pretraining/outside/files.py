@@ -47,9 +47,11 @@ def regular(path: str, flags: int) -> int:
     return descriptor
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a whole file; `OSError` if it is no regular file, or larger than any of ours."""
+def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
+    """Read a whole file, or its end; `OSError` if it is no regular file, or larger than any of ours."""
     with open(path, "rb", opener=regular) as file:
+        if last_bytes is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
         content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"is larger than {MOST_BYTES:,} bytes", str(path))

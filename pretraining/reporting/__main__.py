@@ -6,6 +6,8 @@ examples:
   python -m pretraining.reporting analyze runs/tiny                             says in words what the curve shows
   python -m pretraining.reporting analyze s3://bucket/runs/30b                  the same, from its store
   python -m pretraining.reporting csv runs/tiny                                 writes every row, to metrics.csv there
+  python -m pretraining.reporting --serve runs                                  shows all runs, live, in a browser
+  python -m pretraining.reporting --serve s3://bucket/runs --port 8000          the same, from their store
 """
 
 import argparse
@@ -20,8 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.checkpoints.live_files import records_of
-from pretraining.command_line import OneLineParser, positive_number
-from pretraining.errors import UserError, one_line_errors
+from pretraining.command_line import OneLineParser, not_negative_integer, positive_number
+from pretraining.errors import UserError, one_line_errors, require
 from pretraining.reporting.analysis import analyze, sentences, standing_text, track_record_of
 from pretraining.reporting.live import watch
 from pretraining.reporting.page import names_of, page_payload, page_text, run_payload, write_page
@@ -35,6 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
         return _analyze(arguments[1:])
     if arguments[:1] == ["csv"]:
         return _write_rows(arguments[1:])
+    if "--serve" in arguments:
+        return _serve(arguments)
     parser = _parser("", "default: report.html in the run folder")
     # `live_report` starts this command with the two hidden options.
     parser.add_argument("--watch", type=positive_number, metavar="SECONDS", help=argparse.SUPPRESS)
@@ -96,6 +100,29 @@ def _analyze(arguments: list[str]) -> None:
         found = analyze(record, beside)
     text = [standing_text(found.standing, time.time()), *sentences(found)]
     print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
+
+
+def _serve(arguments: list[str]) -> None:
+    parser = _parser("")
+    add = parser.add_argument
+    add("--serve", metavar="FOLDER|URL", help="show all runs of a folder, or of a store, live in a browser")
+    what = "the address that answers (default: 127.0.0.1, this machine alone); any other asks for a token, which is "
+    what += "part of the link that is printed"
+    add("--host", default="127.0.0.1", help=what)
+    add(
+        "--port",
+        type=not_negative_integer,
+        default=6006,
+        metavar="N",
+        help="default: 6006; 0: any that is free",
+    )
+    options = parser.parse_args(arguments)
+    for package in ("starlette", "uvicorn"):
+        require(package, "--serve")
+    # here: nothing else of this command needs a server
+    from pretraining.reporting.served import serve
+
+    serve(options.serve, options.host, options.port)
 
 
 def _parser(word: str, output: str | None = None) -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ import numpy as np
 from pretraining.recipe import recipe_schema
 from pretraining.reporting.analysis import Analysis, analyze, sentences
 from pretraining.reporting.published import curve_of
-from pretraining.reporting.run_record import RunRecord
+from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.console_log import console_tail
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.run_folder import event_seconds, trained_on_processor
@@ -34,6 +34,7 @@ PAGE = Path(__file__).resolve().parent / "assets"
 """What every page holds: structure, style, scripts and the chart library."""
 SCRIPTS = ("vendor/uplot-1.6.32.min.js", "format.js", "charts.js", "panels.js", "sections.js", "main.js")
 LADDER_SCRIPTS = (*SCRIPTS[:3], "sections.js", "ladder.js")
+LIST_SCRIPTS = (*SCRIPTS[1:3], "sections.js", "list.js")
 STYLES = ("vendor/uplot-1.6.32.min.css", "style.css")
 MOST_EVENTS, MOST_SAMPLED_STEPS, MOST_SCORES = 400, 60, 60
 LONGEST_TEXT = 6000
@@ -71,21 +72,38 @@ FACTS += ("accumulation_steps", "deepspeed", "training_flops", "tokens_per_param
 ON_PROCESSOR = "Peak memory, beyond what the process held before the model"
 
 
+_NO_NETWORK = (
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; img-src data:\">"
+)
+
+
 def page_text(payload: dict, title: str, scripts: tuple[str, ...] = SCRIPTS) -> str:
     """Build the HTML of a report, with everything inside: nothing comes from a network.
 
     Every text of a run is data: the scripts show it as text, never as markup.
     """
+    style, script = f"<style>{joined(STYLES)}</style>", f"<script>{joined(scripts)}</script>"
+    return _filled(payload, title, f"{_NO_NETWORK}\n{style}", script)
+
+
+def served_text(payload: dict, title: str, script: str) -> str:
+    """Build the HTML of a page whose style and script come from the server that it comes from."""
+    return _filled(
+        payload, title, '<link rel="stylesheet" href="style.css">', f'<script src="{script}"></script>'
+    )
+
+
+def _filled(payload: dict, title: str, style: str, script: str) -> str:
     # Inside a script element only `<` could end it.
-    data = json.dumps(_finite(payload), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    parts = {
-        "style": _joined(STYLES),
-        "script": _joined(scripts),
-        "title": html.escape(title),
-        "data": data.replace("<", "\\u003c"),
-    }
+    data = data_text(payload).replace("<", "\\u003c")
+    parts = {"style": style, "script": script, "title": html.escape(title), "data": data}
     # In one pass and not one by one: a run's text may hold "{{data}}" itself.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _joined(("index.html",)))
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], joined(("index.html",)))
+
+
+def data_text(payload: dict) -> str:
+    return json.dumps(_finite(payload), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _finite(value: Any) -> Any:
@@ -98,7 +116,7 @@ def _finite(value: Any) -> Any:
 
 
 @cache
-def _joined(names: tuple[str, ...]) -> str:
+def joined(names: tuple[str, ...]) -> str:
     return "\n".join((PAGE / name).read_text(encoding="utf-8") for name in names)
 
 
@@ -190,7 +208,7 @@ def run_payload(
     halves = ([n for n, each in enumerate(routine) if each == kind] for kind in (False, True))
     listed = sorted(n for half in halves for n in half[-MOST_EVENTS // 2 :])
     of_event = {n: {"step": record.event_steps[n], "routine": routine[n]} for n in listed}
-    events = [_plain(record.events[n]) | more for n, more in of_event.items()]
+    events = [plain(record.events[n]) | more for n, more in of_event.items()]
     heading = None
     if found.heading is not None:
         heading = {**asdict(found.heading), "tokens": found.heading_tokens, **asdict(found.heading.law)}
@@ -199,11 +217,11 @@ def run_payload(
         "name": name or record.name,
         "folder": str(record.run.path),
         "description": str(record.recipe.get("description") or ""),
-        **_standing(record, found, live),
+        **standing_of(record, found.standing, live),
         "began": min(filter(math.isfinite, times), default=None),
         "num_rows": len(metrics),
         "broken_lines": metrics.broken_lines,
-        "last": {name: _plain(metrics.last(name)) for name in metrics.names()},
+        "last": {name: plain(metrics.last(name)) for name in metrics.names()},
         "speed": record.speed(),
         "last_place": record.at_step(record.newest_step) if len(metrics) else None,
         "budget_share": record.budget_share,
@@ -225,7 +243,7 @@ def run_payload(
         "target": found.target,
         "published": _published(record, found),
         "foreseen": _foreseen(record, found),
-        "best_validation": _plain(found.best_validation),
+        "best_validation": plain(found.best_validation),
         "plan": plan_beside_measured(record),
         "scores": _scores(record),
         "sources": [row.get("source") for row in record.mixture.get("run", {}).get("sources", [])],
@@ -237,21 +255,21 @@ def run_payload(
     }
 
 
-def _standing(record: RunRecord, found: Analysis, live: bool | None) -> dict:
+def standing_of(record: RunRecord, standing: Standing, live: bool | None = None) -> dict:
     """Give the run's state when the page is written.
 
     The page is read later: a run that is running here is silent `silent_after` seconds after `alive`, by its
     reader's clock.
     """
-    state = found.standing.state
+    state = standing.state
     # Only a process of the run writes a live page, so it runs: killed were the ranks of the start before.
     quiet = state in ("running", "silent") or (live and state == "killed")
     return {
         "state": "running" if quiet else state,
-        "since": found.standing.since,
-        "at_step": found.standing.step,
-        "reason": found.standing.reason,
-        "checkpoint": found.standing.checkpoint,
+        "since": standing.since,
+        "at_step": standing.step,
+        "reason": standing.reason,
+        "checkpoint": standing.checkpoint,
         "alive": time.time() if live and quiet else record.last_written,
         "silent_after": 0.0 if live is False else record.silent_after,
     }
@@ -368,7 +386,7 @@ def _samples(record: RunRecord) -> dict:
         text = sample.get("text")
         text = text if isinstance(text, str) else json.dumps(sample, ensure_ascii=False)
         # a step that was repeated is there twice: the newer text counts
-        by_step.setdefault(sample["step"], {})[str(sample.get("prompt") or "")] = _plain(text)
+        by_step.setdefault(sample["step"], {})[str(sample.get("prompt") or "")] = plain(text)
     steps = _spread(sorted(by_step), MOST_SAMPLED_STEPS)
     prompts = list(dict.fromkeys(prompt for step in steps for prompt in by_step[step]))
     rows = [[step, *(by_step[step].get(prompt) for prompt in prompts)] for step in steps]
@@ -381,7 +399,7 @@ def _scores(record: RunRecord) -> dict:
     by_step: dict[float, dict] = {}
     for name in names:
         for row, value in zip(*record.metrics.column(name), strict=True):
-            by_step.setdefault(float(record.steps[row]), {})[name] = _plain(float(value))
+            by_step.setdefault(float(record.steps[row]), {})[name] = plain(float(value))
     steps = _spread(sorted(by_step), MOST_SCORES)
     rows = [[step, *(by_step[step].get(name) for name in names)] for step in steps]
     return {"names": names, "rows": rows}
@@ -394,16 +412,16 @@ def _spread(items: list, most: int) -> list:
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, most).round().astype(int))]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Turn a value into one that JSON can write: no NaN, no endless text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
         return value if len(value) <= LONGEST_TEXT else f"{value[:LONGEST_TEXT]} ..."
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value[:1000]]
+        return [plain(item) for item in value[:1000]]
     return value
 
 

@@ -6,7 +6,7 @@ from array import array
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import orjson
@@ -24,8 +24,8 @@ from pretraining.runtime.run_folder import (
     RunFolder,
     StepTotals,
     event_seconds,
+    events_of,
     first_step,
-    read_events,
     step_of,
 )
 from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime
@@ -35,6 +35,21 @@ ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "
 """{event after which no process of the run is left, until a start or a resume: the state that it means}"""
 SILENT_SECONDS = 600.0
 FEWEST_SILENT_SECONDS = 120.0
+TAIL_BYTES = 4 << 10
+"""Of events.jsonl, for a list of runs."""
+
+
+class Excerpt(NamedTuple):
+    """How much of a long metrics.jsonl is read: so many blocks, evenly spread, of which one is its end."""
+
+    blocks: int
+    block_bytes: int
+
+
+TAIL = Excerpt(1, 4 << 10)
+"""What a list of runs shows; of the other files the recipe and the last events are read."""
+FIRST_LOOK = Excerpt(160, 32 << 10)
+"""What is shown of a long run until all of it has been read."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +73,28 @@ class RunRecord:
     Raises `UserError` if there is no such folder, or no run has written to it.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.run = RunFolder(folder)
+    def __init__(self, folder: Path, excerpt: Excerpt | None = None) -> None:
+        self.run, self.excerpt = RunFolder(folder), excerpt
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give run folders, such as runs/tiny")
         if not (self.run.metrics.exists() or self.run.events.exists()):
             what = "no metrics.jsonl there, so no run has logged a step; give run folders, such as runs/tiny"
             raise UserError(f"{folder}: {what}")
-        self.metrics = MetricsFile(self.run.metrics)
+        self.metrics = MetricsFile(self.run.metrics, excerpt)
         self.refresh()
 
     def refresh(self) -> "RunRecord":
         self.metrics.read()
-        self.events = read_events(self.run.events)
-        self.samples = [row for row in read_rows(self.run.samples) if isinstance(row.get("step"), int)]
-        self.recipe, self.plan = _object(self.run.recipe), _object(self.run.plan)
-        self.environment, self.mixture = _object(self.run.environment), _object(self.run.mixture)
+        is_tail = self.excerpt is TAIL
+        events = read_rows(self.run.events, TAIL_BYTES if is_tail else None)
+        if is_tail:  # what says how the run stands, and when it wrote last
+            events = [row for row in events[:-1] if row.get("event") in (*STARTS, *ENDINGS)] + events[-1:]
+        self.events = events_of(events)
+        samples = [] if is_tail else read_rows(self.run.samples)
+        self.samples = [row for row in samples if isinstance(row.get("step"), int)]
+        self.recipe = _object(self.run.recipe)
+        others = (self.run.plan, self.run.environment, self.run.mixture)
+        self.plan, self.environment, self.mixture = ({} if is_tail else _object(path) for path in others)
         self.name = str(self.recipe.get("name") or self.run.path.resolve().name)
         self._place_rows()
         return self
@@ -233,6 +254,8 @@ class RunRecord:
         starts = [event for event in self.events if event.get("event") in STARTS]
         opened = event_seconds(starts[-1]) if starts else 0.0
         times = np.array(self.metrics.times)
+        if self.metrics.is_excerpt:
+            return SILENT_SECONDS  # what is between its blocks are no pauses
         # not across a restart: that pause says nothing about this one
         pauses = np.diff(times[times >= opened])
         return max(FEWEST_SILENT_SECONDS, 3 * float(pauses.max())) if len(pauses) else SILENT_SECONDS
@@ -268,7 +291,7 @@ def _object(path: Path) -> dict:
     except (OSError, ValueError):
         return {}
     items = value.items() if isinstance(value, dict) else ()
-    return {key: item for key, item in items if fits(item, _SHAPES.get(key, {}))}
+    return {key: item for key, item in items if key not in _SHAPES or fits(item, _SHAPES[key])}
 
 
 class MetricsFile:
@@ -276,14 +299,16 @@ class MetricsFile:
 
     `read` reads what was added since the last call. A line that is no row (a dying run left it half-written) is
     skipped and counted. A file that was replaced, as a resumed run does, is read anew.
+
+    excerpt: what is read of a file that is longer than that; what is added to it later is read all the same.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, excerpt: Excerpt | None = None) -> None:
+        self.path, self.excerpt = path, excerpt
         self._forget()
 
     def _forget(self) -> None:
-        self.offset, self.inode, self.broken_lines = 0, None, 0
+        self.offset, self.inode, self.broken_lines, self.is_excerpt = 0, None, 0, False
         self.steps, self.times = array("d"), array("d")
         # arrays, not lists: 16 bytes a value, so that a million rows fit
         self.columns: dict[str, tuple[array, array]] = {}  # name -> (row numbers, values)
@@ -298,12 +323,34 @@ class MetricsFile:
             self._forget()
             self.inode = status.st_ino
         with open(self.path, "rb", opener=regular) as file:
+            if self.excerpt is not None and not self.offset:
+                self._read_blocks(file, status.st_size, *self.excerpt)
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # being written, or never finished
                 self.offset += len(line)
                 self._add(line)
+
+    def _read_blocks(self, file: BinaryIO, size: int, blocks: int, block_bytes: int) -> None:
+        """Add the rows of all blocks but the last, and set the offset to that one's first row."""
+        while True:
+            if size <= 2 * blocks * block_bytes:
+                return  # it is short enough to be read whole
+            file.seek(size - block_bytes)
+            file.readline()
+            if b"\n" in file.read():
+                break
+            block_bytes *= 8  # a row of many layers may be longer than a block
+        self.is_excerpt = True
+        for start in np.linspace(size - block_bytes, 0, blocks).astype(int)[::-1].tolist():
+            file.seek(start)
+            if start:
+                file.readline()  # the rest of a row
+            self.offset = file.tell()
+            if start + block_bytes < size:
+                for line in file.readlines(block_bytes):
+                    self._add(line)
 
     def __len__(self) -> int:
         return len(self.steps)

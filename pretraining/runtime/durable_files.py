@@ -99,10 +99,12 @@ def append_row(path: Path, row: dict) -> None:
         file.write(("\n" * torn + json.dumps(row, ensure_ascii=False) + "\n").encode())
 
 
-def read_rows(path: Path) -> list[dict]:
-    """Read the rows of a JSON-lines file, without lines that are none. No file: no rows."""
+def read_rows(path: Path, last_bytes: int | None = None) -> list[dict]:
+    """Read the rows of a JSON-lines file, or those in its end, without lines that are none. No file: no rows."""
+    if not path.exists():
+        return []
     # "replace": a line that was cut inside a character must not raise
-    return rows_of(read_bytes(path).decode("utf-8", errors="replace")) if path.exists() else []
+    return rows_of(read_bytes(path, last_bytes).decode("utf-8", errors="replace"))
 
 
 def rows_of(text: str) -> list[dict]:

@@ -158,9 +158,13 @@ _EVENT = object_of({}, {"time": TEXT, "event": TEXT, "measured": _MEASURED, **di
 
 
 def read_events(path: Path) -> list[dict]:
-    """Read the rows of an events.jsonl; one with a time that is none, or a value of another type, is left out."""
+    return events_of(read_rows(path))
+
+
+def events_of(rows: list[dict]) -> list[dict]:
+    """Return the rows of an events.jsonl without those with a time that is none, or a value of another type."""
     events = []
-    for row in read_rows(path):
+    for row in rows:
         with suppress(ValueError):
             unix_seconds(row.get("time", "2026-01-01T00:00:00Z") if fits(row, _EVENT) else "")
             events.append(row)

@@ -191,7 +191,9 @@ const drawChart = (box, lines, { unit = "number", height = 200, logY = false, ru
     bands: usable.flatMap((line, k) => (line.fill ? [{ series: [k + 1, k + 2], fill: line.fill }] : [])), // to the line after it
     hooks: { draw: [(u) => drawMarks(u, marks)], setCursor: [(u) => tooltip(u, tip, usable, marks, unit)] },
   }, columns, holder);
-  drawn.add({ chart, holder });
+  const name = usable.map((line) => line.label).join() + [...box.closest("section, .card").querySelectorAll("h2, h3")].map((title) => title.textContent);
+  if (zooms.has(name)) chart.setScale("x", zooms.get(name));
+  drawn.add({ chart, holder, name });
   if (toggles && usable.filter((line) => !line.quiet).length > 1) box.append(legendOf(chart, usable));
   return chart;
 };
@@ -221,5 +223,15 @@ const legendOf = (chart, lines) => {
   return el("div", { class: entries.length > MOST_IN_TIP * 2 ? "legend many" : "legend" }, buttons);
 };
 
-const forgetCharts = () => { for (const { chart } of drawn) chart.destroy(); drawn.clear(); };
+// What a reader has zoomed into stays when the page is drawn anew.
+const zooms = new Map();
+const forgetCharts = () => {
+  for (const { chart, name } of drawn) {
+    const { min, max } = chart.scales.x, xs = chart.data[0];
+    if (min > xs[0] || max < xs[xs.length - 1]) zooms.set(name, { min, max });
+    else zooms.delete(name);
+    chart.destroy();
+  }
+  drawn.clear();
+};
 const fitCharts = () => { for (const { chart, holder } of drawn) chart.setSize({ width: Math.max(200, holder.clientWidth), height: chart.height }); };

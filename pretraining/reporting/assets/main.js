@@ -1,7 +1,7 @@
 "use strict";
 // The page: one run with everything, or several overlaid.
 
-const data = JSON.parse(document.getElementById("data").textContent);
+let data = JSON.parse(document.getElementById("data").textContent);
 const page = document.getElementById("page");
 const several = data.runs.length > 1;
 
@@ -88,8 +88,10 @@ const draw = () => {
   const place = scrollY;
   forgetCharts();
   page.replaceChildren();
+  if (data.address) page.append(el("a", { href: "/", class: "small" }, "← all runs"));
   if (several) page.append(el("header", { class: "head" }, el("h1", {}, data.runs.map((run) => run.name).join(" · ")), el("span", { class: "grow" }), themeButton()), comparison(data), differing(data));
   else page.append(head(data.runs[0], data), tiles(data.runs[0]), words(data.runs[0]));
+  if (data.runs.some((run) => run.is_partial)) page.append(el("p", { class: "soft", id: "partial" }, "A first look: some rows from all over a long run. All of them are being read."));
   lossCard();
   chartGroups();
   const run = detailed();
@@ -113,11 +115,10 @@ const age = () => {
   }
 };
 
-let lastTouch = 0;
-for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { lastTouch = Date.now(); }, { passive: true });
 setInterval(age, 1000);
-if (data.every_seconds) {
-  setInterval(() => { if (!document.hidden && Date.now() - lastTouch > 5000) { memory.set("scroll", scrollY); location.reload(); } }, 1000 * Math.max(5, data.every_seconds));
+if (data.address) keepFresh(draw);
+else if (data.every_seconds) {
+  setInterval(() => { if (!document.hidden && !isBusy()) { memory.set("scroll", scrollY); location.reload(); } }, 1000 * Math.max(5, data.every_seconds));
 }
 
 applyTheme();

@@ -189,3 +189,27 @@ const folded = (label, value, name) => {
   box.open = memory.get(`open-${name}`, false);
   return box;
 };
+
+// Asks the server that the page comes from for what has changed, and draws that; says so when nobody answers.
+const keepFresh = (changed) => {
+  let tag = data.tag;
+  const note = el("div", { class: "stale", role: "status" });
+  const ask = async () => {
+    try {
+      const answer = document.hidden || isBusy() ? null : await fetch(data.address, { headers: { "If-None-Match": tag } });
+      if (answer && answer.status === 200) {
+        data = await answer.json();
+        tag = answer.headers.get("ETag");
+        changed();
+      }
+      if (answer) note.textContent = answer.ok || answer.status === 304 ? "" : `The server answers ${answer.status}: ${await answer.text()}`;
+    } catch { note.textContent = "The server does not answer: what is shown is not fresh."; }
+    setTimeout(ask, 1000 * data.every_seconds);
+  };
+  document.body.append(note);
+  setTimeout(ask, 1000 * data.every_seconds);
+};
+// Whether somebody has just had hand on the page.
+let lastTouch = 0;
+for (const kind of ["pointermove", "pointerdown", "wheel", "keydown"]) addEventListener(kind, () => { lastTouch = Date.now(); }, { passive: true });
+const isBusy = () => Date.now() - lastTouch < 2000;

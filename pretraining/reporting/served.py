@@ -1,0 +1,415 @@
+"""Serve all runs of a folder, or of a store, as pages that stay fresh: nothing is written, and nothing else is shown.
+
+A run is opened by its place in the list, so that no name of a request becomes a path. Of a run whose files have not
+changed nothing is read, computed or sent again.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import multiprocessing
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache, partial
+from multiprocessing.pool import AsyncResult
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from pretraining.checkpoints.live_files import fetch_records
+from pretraining.checkpoints.remote import FIRST_CONTACT_SECONDS, RemoteRun
+from pretraining.data.streaming.store import Patience
+from pretraining.errors import UserError
+from pretraining.outside.addresses import is_remote, refuse_slips
+from pretraining.planning.quantities import several
+from pretraining.reporting.live import LAST, set_priority
+from pretraining.reporting.page import (
+    LIST_SCRIPTS,
+    SCRIPTS,
+    STYLES,
+    data_text,
+    joined,
+    page_payload,
+    plain,
+    run_payload,
+    served_text,
+    standing_of,
+)
+from pretraining.reporting.run_record import ENDINGS, FIRST_LOOK, TAIL, TAIL_BYTES, RunRecord
+
+ROWS, EVENTS = "metrics.jsonl", "events.jsonl"
+READ = {ROWS, EVENTS, "recipe.json", "plan.json", "environment.json", "mixture.json", "samples.jsonl"}
+READ |= {"console.log", "console.1.log", "heartbeats"}
+"""What is read of a run folder. One in which any of these is a link is not shown: the link may lead anywhere."""
+DEPTH = 3
+"""Folders between the one that is served and a run, such as that of a sweep."""
+SHOWN = (
+    "train/loss",
+    "eval/loss",
+    "throughput/tokens_per_second",
+    "throughput/mfu",
+    "throughput/seconds_left",
+)
+SHOWN += ("cost/dollars",)
+"""What the list shows of a run's last rows."""
+FRESH_SECONDS, PARTIAL_SECONDS, STORE_SECONDS = 5.0, 1.0, 30.0
+"""How often an open page asks; one that waits for all rows; how often a store is looked at, which gets files once a
+minute."""
+SHARED_SECONDS = 1.5
+"""How long a list is good enough for the next reader."""
+STORE_ROWS_BYTES = 32 << 10
+LONG_BYTES = 24 << 20
+"""A metrics.jsonl of more than this is read whole by a process of its own, and shown by a first look until then."""
+MOST_OPEN, MOST_TOGETHER = 64, 100
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+ASSETS = {"/page.js": SCRIPTS, "/list.js": LIST_SCRIPTS, "/style.css": STYLES}
+
+
+def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[tuple[Path, tuple]]:
+    """Yield the run folders in a folder, or itself, each with the state of its files. No link is followed."""
+    entries: dict[str, os.DirEntry] = {}
+    with suppress(OSError), os.scandir(folder) as found:  # gone, or not ours to read
+        entries = {entry.name: entry for entry in found}
+    files = [entries[name] for name in sorted(READ & entries.keys())]
+    if entries.keys() & {ROWS, EVENTS}:
+        if not any(file.is_symlink() for file in files):
+            with suppress(OSError):
+                states = [file.stat() for file in files if file.name != "heartbeats"]
+                yield folder, tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
+    elif depth:
+        for name in sorted(entries):
+            if entries[name].is_dir(follow_symlinks=False):
+                yield from run_folders(folder / name, depth - 1)
+
+
+class Runs:
+    """The runs of a folder. What the list shows of each is kept; only the ends of files that have changed are read."""
+
+    def __init__(self, folder: Path, store: "StoredRuns | None" = None) -> None:
+        self.folder, self.store = folder, store
+        self._known: dict[str, tuple[tuple, RunRecord]] = {}
+        self._rows: dict[str, dict] = {}
+        self._listed = -SHARED_SECONDS
+        self._lock = threading.Lock()
+
+    def rows(self) -> dict[str, dict]:
+        """Return {place of a run below the folder: what the list shows of it}."""
+        with self._lock:
+            if time.monotonic() - self._listed < SHARED_SECONDS:
+                return self._rows
+            if self.store is not None:
+                self.store.refresh()
+            listed: dict[str, tuple[tuple, RunRecord]] = {}
+            rows = {}
+            for folder, state in run_folders(self.folder):
+                name = folder.relative_to(self.folder).as_posix() if folder != self.folder else folder.name
+                known, record = self._known.get(name, (None, None))
+                with suppress(UserError, OSError):  # it has just gone
+                    if record is None or known != state:
+                        record = RunRecord(folder, TAIL)
+                    before = self._rows.get(name) if known == state else None
+                    # without an ending its processes may be gone since
+                    is_over = before is not None and before["state"] in ENDINGS.values()
+                    listed[name], rows[name] = (state, record), before if is_over else row_of(record, name)
+            self._known, self._rows, self._listed = listed, rows, time.monotonic()
+            return rows
+
+    def open(self, name: str) -> tuple[Path, tuple] | None:
+        """Return the folder with all records of a listed run, and their state; None if there is no such run."""
+        _, record = self._known.get(name, (None, None))
+        if record is None:
+            return None
+        folder = record.run.path if self.store is None else self.store.whole(name)
+        return next(run_folders(folder, 0), None)
+
+
+def row_of(record: RunRecord, name: str) -> dict:
+    last = {metric: plain(record.metrics.last(metric)) for metric in SHOWN}
+    ends = [event["eval_loss"] for event in record.events if event.get("eval_loss") is not None]
+    last["eval/loss"] = plain(ends[-1]) if ends else last["eval/loss"]
+    return {
+        "name": name,
+        "description": str(record.recipe.get("description") or "")[:300],
+        **standing_of(record, record.standing()),
+        "budget_share": record.budget_share,
+        "last": last,
+    }
+
+
+class StoredRuns:
+    """Runs at an address: the ends of their files, and all records of those that are opened, in a folder here."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self.remote = RemoteRun(address, patience=Patience(FIRST_CONTACT_SECONDS))
+        self.ends, self.opened = folder / "ends", folder / "opened"
+        self.looked = -STORE_SECONDS
+        self.sizes: dict[str, dict[str, int]] = {}
+        self._whole: dict[str, tuple[dict, Path]] = {}
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        """Bring what has changed, if the last look was long enough ago."""
+        if time.monotonic() - self.looked < STORE_SECONDS:
+            return
+        with ThreadPoolExecutor(32) as threads:
+            list(threads.map(self._bring_end, self.remote.sizes("") or {}))
+        self.looked = time.monotonic()
+
+    def _bring_end(self, name: str) -> None:
+        before, sizes = self.sizes.get(name, {}), self.remote.sizes(name) or {}
+        if not sizes.keys() & {ROWS, EVENTS}:
+            return
+        for file, most in (("recipe.json", 1 << 20), (EVENTS, TAIL_BYTES), (ROWS, STORE_ROWS_BYTES)):
+            if (size := sizes.get(file)) and size != before.get(file):
+                content = self.remote.read_range(f"{name}/{file}", max(0, size - most), size)
+                (self.ends / name).mkdir(parents=True, exist_ok=True)
+                (self.ends / name / file).write_bytes(content)
+        self.sizes[name] = sizes
+
+    def whole(self, name: str) -> Path:
+        """Return a folder with all records of a run, fetched again once its rows or events have grown."""
+        with self._lock:
+            before, folder = self._whole.get(name, (None, self.opened))
+            if before != self.sizes[name]:
+                shutil.rmtree(folder, ignore_errors=True)
+                into = Path(tempfile.mkdtemp(dir=self.opened.parent))
+                folder = fetch_records(self.remote.where(name), into).path
+                self._whole[name] = self.sizes[name], folder
+            return folder
+
+
+@lru_cache(8)
+def _record_at(folder: Path) -> RunRecord:
+    return RunRecord(folder)
+
+
+def whole_payload(folder: Path, name: str) -> dict:
+    """Return what the page shows of a run, whose record is kept: the next call reads what has been added."""
+    return run_payload(_record_at(folder).refresh(), name=name)
+
+
+def _be_quiet() -> None:
+    """Make this process one that gives way to all others, and leaves Ctrl-C to the one that started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_priority(os.getpid(), LAST)
+
+
+class Pages:
+    """What the pages of runs show, kept until a file changes."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Path, tuple[tuple, bool, dict]] = {}
+        self._reading: dict[Path, tuple[tuple, AsyncResult]] = {}
+        self._pool: Any = None
+        self._lock = threading.Lock()
+
+    def payload(self, folder: Path, state: tuple, name: str) -> tuple[tuple, bool, dict]:
+        """Return (the state of the files that is shown, whether all rows of it are, the run's payload)."""
+        with self._lock:
+            shown, is_whole, _ = self._kept.get(folder, (None, False, {}))
+            if shown != state or not is_whole:
+                path = folder / ROWS
+                if path.is_file() and path.stat().st_size > LONG_BYTES:
+                    self._look(folder, state, name)
+                else:
+                    self._kept[folder] = state, True, whole_payload(folder, name)
+            if len(self._kept) > MOST_OPEN:
+                self._kept.pop(next(iter(self._kept)))
+            return self._kept[folder]
+
+    def _look(self, folder: Path, state: tuple, name: str) -> None:
+        """Have all of a long run read, by one process for all of them, and take what it has read by now."""
+        if folder not in self._reading:
+            # a new interpreter: a fork would copy this one's threads in the middle of what they do
+            self._pool = self._pool or multiprocessing.get_context("spawn").Pool(1, _be_quiet)
+            self._reading[folder] = state, self._pool.apply_async(whole_payload, (folder, name))
+        began, reading = self._reading[folder]
+        if reading.ready():
+            del self._reading[folder]
+            self._kept[folder] = began, True, reading.get()
+        elif folder not in self._kept:
+            payload = run_payload(RunRecord(folder, FIRST_LOOK), name=name)
+            self._kept[folder] = state, False, {**payload, "is_partial": True}
+
+
+class Guard:
+    """Answer GET and HEAD alone, to whoever names this server and has its token, and add the strict headers."""
+
+    def __init__(self, app: Callable, names: set[str], token: str | None, port: int) -> None:
+        self.app, self.names, self.token = app, names, token
+        self.cookie = f"pretraining_{port}"  # cookies do not tell ports apart
+
+    async def __call__(self, scope: Any, receive: Callable, send: Callable) -> None:
+        async def send_strictly(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                more = [(key.lower().encode(), value.encode()) for key, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        answer = self._refusal(Request(scope)) if scope["type"] == "http" else None
+        await (answer or self.app)(scope, receive, send_strictly)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Return the answer to a request that goes no further."""
+        if request.method not in ("GET", "HEAD"):
+            return PlainTextResponse("only GET and HEAD", 405, {"Allow": "GET, HEAD"})
+        if not self._is_named(request.headers.get("host", "")):
+            return PlainTextResponse("this server has another name; use the link that it printed", 421)
+        if self.token is None or self._is_token(request.cookies.get(self.cookie, "")):
+            return None
+        if not self._is_token(request.query_params.get("token", "")):
+            return PlainTextResponse(
+                "the token is missing or wrong; use the link that the server printed", 401
+            )
+        # so that the token stays neither in the address nor in what a browser remembers
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax")
+        return answer
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), (self.token or "").encode())
+
+    def _is_named(self, host: str) -> bool:
+        """Return whether a Host header means this server: another site's name may lead here (DNS rebinding)."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name in self.names:
+            return True
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True  # no other site has a number for its name
+        return False
+
+
+def application(runs: Runs, title: str) -> Starlette:
+    """Build what answers: the list, the page of one run or several, and the data of both."""
+    pages = Pages()
+
+    def listed() -> tuple[str, dict]:
+        rows = list(runs.rows().values())
+        return _digest(rows), {
+            "rows": rows,
+            "title": title,
+            "every_seconds": FRESH_SECONDS,
+            "address": "/runs.json",
+        }
+
+    def opened(request: Request) -> tuple[str, dict] | None:
+        names, payloads, states = list(dict.fromkeys(request.query_params.getlist("run"))), [], []
+        rows = runs.rows()
+        for name in names[:MOST_TOGETHER]:
+            if (found := runs.open(name)) is None:
+                return None
+            state, is_whole, payload = pages.payload(*found, name)
+            # a run that is killed writes nothing: its state alone changes
+            standing = {key: rows[name][key] for key in ("state", "since", "at_step", "reason")}
+            payloads.append({**payload, **standing, "folder": f"{title}/{name}"})
+            states.append((state, is_whole, standing))
+        if not names:
+            return None
+        whole = all(is_whole for _, is_whole, _ in states)
+        payload = page_payload(payloads, FRESH_SECONDS if whole else PARTIAL_SECONDS)
+        return _digest(states), {
+            **payload,
+            "address": f"/data.json?{urlencode([('run', name) for name in names])}",
+        }
+
+    def answer(make: Callable, script: str | None, request: Request) -> Response:
+        made = make(request) if make is opened else make()
+        if made is None:
+            return PlainTextResponse("no such run; look at the list", 404)
+        tag, payload = made
+        if script is not None:
+            shown = title if "rows" in payload else " · ".join(run["name"] for run in payload["runs"])
+            text = served_text({**payload, "tag": tag}, shown, script)
+            return Response(text.encode(errors="replace"), media_type="text/html")
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304)
+        content = data_text(payload).encode(errors="replace")
+        return Response(content, media_type="application/json", headers={"ETag": tag})
+
+    def asset(request: Request) -> Response:
+        path = request.url.path
+        kind = "text/css" if path.endswith(".css") else "text/javascript"
+        return Response(joined(ASSETS[path]), media_type=kind)
+
+    pairs = {"/": (listed, "list.js"), "/runs.json": (listed, None)}
+    pairs |= {"/show": (opened, "page.js"), "/data.json": (opened, None)}
+    routes = [Route(path, partial(answer, *pair)) for path, pair in pairs.items()]
+    app = Starlette(routes=[*routes, *(Route(path, asset) for path in ASSETS)])
+    app.add_middleware(GZipMiddleware, minimum_size=2000, compresslevel=3)
+    return app
+
+
+def _digest(value: Any) -> str:
+    return f'"{hashlib.blake2b(repr(value).encode(errors="replace"), digest_size=12).hexdigest()}"'
+
+
+def serve(place: str, host: str, port: int) -> None:
+    """Serve the runs of a folder or of a store's address until Ctrl-C.
+
+    Raises `UserError`: there is no such place, or the address of this machine cannot be used.
+    """
+    refuse_slips(place, "--serve")
+    with tempfile.TemporaryDirectory() as kept:
+        if is_remote(place):
+            runs = Runs(Path(kept) / "ends", StoredRuns(place.rstrip("/"), Path(kept)))
+        else:
+            runs = Runs(Path(place))
+            if not runs.folder.is_dir():
+                raise UserError(f"{place}: no such folder; give the folder of your runs, such as runs")
+        found = runs.rows()
+        if is_remote(place) and not found:
+            raise UserError(
+                f"{place}: no run there; give the address above the runs, such as s3://bucket/runs"
+            )
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.create_server((host, port), family=family)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{host}, port {port}: {reason}; choose others with --host and --port") from None
+        port = listener.getsockname()[1]
+        is_loopback = host == "localhost"
+        with suppress(ValueError):
+            is_loopback |= ipaddress.ip_address(host).is_loopback
+        token = None if is_loopback else secrets.token_urlsafe(24)
+        names = {"localhost", host.lower(), socket.gethostname().lower()}
+        shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        print(f"runs   {several(len(found), 'run')} in {place}")
+        print(f"page   http://{shown}:{port}/{f'?token={token}' if token else ''}", flush=True)
+        print("       Ctrl-C ends it", file=sys.stderr, flush=True)
+        app = Guard(application(runs, place.rstrip("/")), names, token, port)
+        quiet = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
+        plain_http: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off"}
+        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet, **plain_http)).run(
+            [listener]
+        )
