@@ -86,6 +86,8 @@ def training_schema() -> dict:
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+    from pretraining.training.operations import OPERATIONS
+
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     gone = set(TRAINING_KEYS) - set(fields) - {"warmup_ratio"}  # which every older script has
     if gone:
@@ -110,7 +112,7 @@ def training_schema() -> dict:
     events = debug.pop("items")["enum"]
     del debug["type"]
     debug["anyOf"] = [{"type": "array", "items": {"enum": events}}, {"enum": ["", *events]}]
-    trackers, report = sorted(INTEGRATION_TO_CALLBACK), properties["report_to"]
+    trackers, report = sorted([*INTEGRATION_TO_CALLBACK, *OPERATIONS]), properties["report_to"]
     report["anyOf"] = [{"type": "array", "items": {"enum": trackers}}, {"enum": ["none", *trackers]}]
     del report["type"], report["items"]
     properties["project"] |= PROJECT

@@ -189,6 +189,10 @@ def check_fit(launch: Launch) -> list[Finding]:
     return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
 
 
+MODULES = {"prometheus": "prometheus_client"}
+"""{tracker: its module, if that has another name}"""
+
+
 class Needed(NamedTuple):
     """A package without which this recipe does not run, or is slower."""
 
@@ -269,7 +273,7 @@ def needs_of(launch: Launch) -> list[Needed]:
     readings = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
     # whether it is needed, and the fields of `Needed`
     table: list[tuple] = [
-        *((True, name, f"training.report_to {name}") for name in trackers_of(recipe)),
+        *((True, MODULES.get(name, name), f"training.report_to {name}") for name in trackers_of(recipe)),
         (BITSANDBYTES.search(optim), "bitsandbytes", f"training.optim {optim}"),
         (recipe.speed.fp8 != "none", "torchao", "speed.fp8"),
         (compiled, "triton", "speed.compile", "", launch.without_compiler),

@@ -204,8 +204,8 @@ class Notify(Section):
             "started", "continued", "stopped", "hang", "rollback", "gave_up", "failed", "finished", "alert"
         ]
     ] = key(default=["stopped", "hang", "rollback", "gave_up", "failed", "finished"], minItems=1)
-    """Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, saves and
-    uploads that failed."""
+    """Of which events; alert: spikes, steps that are not finite, plateaus, starving experts, slow ranks, GPUs that have
+    little to do, saves and uploads that failed."""
     command: str | None = key(default=None, minLength=1)
     """Shell command that gets the notice as JSON on its standard input, and as PRETRAINING_EVENT, _RUN, _FOLDER and
     _MESSAGE. No secrets in it: the shell replaces $NAME."""
@@ -238,6 +238,29 @@ class RepeatedNgrams(Section):
     """How often in a row it must come."""
 
 
+class LowUse(Section):
+    """An alert when the GPUs do too little for many steps in a row; null: none."""
+
+    steps: int = key(default=200, minimum=1)
+    """In a row."""
+    gpu_utilization: float | None = key(default=0.5, exclusiveMinimum=0, maximum=1)
+    """Below this mean use of the GPUs, as NVML reads it; null: whatever it is."""
+    mfu_of_plan: float | None = key(default=0.6, exclusiveMinimum=0, maximum=1)
+    """Below this share of the plan's MFU; null: whatever it is."""
+
+
+class Prometheus(Section):
+    """Where the numbers are that Prometheus gets, if training.report_to has prometheus."""
+
+    port: int | None = key(default=9464, minimum=1, maximum=65535)
+    """Rank 0 answers there at /metrics; null: on no port."""
+    host: str = key(default="127.0.0.1", minLength=1)
+    """The address that answers; 0.0.0.0 lets other machines ask."""
+    textfile: str | None = key(default=None, pattern=r".*[^/]\.prom")
+    """A file whose name ends in .prom, in the folder of node_exporter's textfile collector; replaced at each log. A
+    relative path begins in the run folder; null: no file."""
+
+
 class Monitors(Section):
     """What watches the run, and what it does about what it sees."""
 
@@ -267,6 +290,8 @@ class Monitors(Section):
     """Of a mixture of sources: the training loss of each, logged as train/<source>_loss."""
     profile: Profile | None = key(default=None)
     notify: Notify | None = key(default=None)
+    low_use: LowUse | None = key(default=None)
+    prometheus: Prometheus = key(default_factory=Prometheus)
 
     @property
     def skips_blocks(self) -> bool:

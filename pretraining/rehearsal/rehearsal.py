@@ -284,7 +284,8 @@ class Rehearsal:
         load_extensions(self.recipe.extensions)
         named = self.recipe.training.report_to
         with mock.patch.dict(os.environ):  # trackers name their folders in variables
-            build_trackers(named, self.run, self.recipe.name, self.recipe.training.get("project"))
+            project, prometheus = self.recipe.training.get("project"), self.recipe.monitors.prometheus
+            build_trackers(named, self.run, self.recipe.name, project, prometheus)
         if self.nodes > 1 and not self.is_elsewhere and (name := loopback_name()):
             what = f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
             part.notes.append(what)

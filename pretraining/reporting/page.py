@@ -43,7 +43,7 @@ LAST_CONSOLE_BYTES = 60_000
 """How much of the end of console.log is in the page."""
 _KINDS = {
     "bad": "alert spike non_finite gradient_explosion hang rollback",
-    "warn": "plateau starved_experts straggler tracker_failed checkpoint_passed_over refusal "
+    "warn": "plateau starved_experts straggler low_use tracker_failed checkpoint_passed_over refusal "
     "uncommitted_checkpoint_removed",
     "note": "start resume end",
 }

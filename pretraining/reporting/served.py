@@ -9,6 +9,7 @@ import hmac
 import ipaddress
 import multiprocessing
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -24,7 +25,7 @@ from functools import lru_cache, partial
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 import uvicorn
 from starlette.applications import Starlette
@@ -88,6 +89,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d+)?")
 ASSETS = {"/page.js": SCRIPTS, "/list.js": LIST_SCRIPTS, "/style.css": STYLES}
 
 
@@ -297,14 +299,11 @@ class Guard:
 
     def _is_named(self, host: str) -> bool:
         """Return whether a Host header means this server: another site's name may lead here (DNS rebinding)."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if name in self.names:
-            return True
+        found = _HOST.fullmatch(host)
+        if found is None or found[2] in self.names:
+            return found is not None
         with suppress(ValueError):
-            ipaddress.ip_address(name)
+            ipaddress.ip_address(found[1] or found[2])
             return True  # no other site has a number for its name
         return False
 

@@ -36,7 +36,7 @@ EVENTS = {
     "finished": ("end",),
     "alert": (
         *("spike", "non_finite", "gradient_explosion", "plateau", "starved_experts"),
-        *("straggler", "early_stop", "save_failed", "upload_failed", "checkpoint_passed_over"),
+        *("straggler", "low_use", "early_stop", "save_failed", "upload_failed", "checkpoint_passed_over"),
     ),
 }
 """{entry of `monitors.notify.on`: the kinds of rows of events.jsonl that it means}"""
@@ -50,6 +50,7 @@ WORDS = {
     "gave_up": "gave up at step {step}: {why}",
     "failed": "failed: {reason}",
     "end": "finished: validation loss {eval_loss:.4f}",
+    "low_use": "has had {of} {value} for {steps} steps at step {step}, below {least}",
 }
 LAST = ("gave_up", "hang")
 """Events after which a process ends without another word: the notice is waited for."""

@@ -26,6 +26,7 @@ from pretraining.runtime.wall_time import Goodput, Price
 from pretraining.training.throughput import (
     PAUSES,
     GpuReadings,
+    LowUse,
     SpeedMeter,
     Stragglers,
     of_all_ranks,
@@ -56,8 +57,10 @@ class MetricsCallback(TrainerCallback):
         speed: SpeedMeter,
         tokens_per_epoch: Callable[[], int | None],
         price: Price | None = None,
+        low_use: LowUse | None = None,
     ) -> None:
-        self.run, self.speed, self.tokens_per_epoch, self.price = run, speed, tokens_per_epoch, price
+        self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
+        self.price, self.low_use = price, low_use
 
     def on_train_begin(self, args, state, control, optimizer=None, **kwargs) -> None:
         # On resume the Trainer restores the old run's intervals of logs and saves. Use the recipe's.
@@ -143,6 +146,8 @@ class MetricsCallback(TrainerCallback):
             measured.update(self.goodput.cost(steps * step_seconds, paused, left))
             for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
                 self.run.add_event("straggler", step=state.global_step, **slow)
+            for low in self.low_use.judge(measured, steps) if self.low_use else ():
+                self.run.add_event("low_use", step=state.global_step, **low)
         return measured
 
 

@@ -24,6 +24,7 @@ from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
+from pretraining.recipe.sections import LowUse as LowUseSettings
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size
 
 PAUSES = ("evaluation", "saving")
@@ -261,6 +262,36 @@ class Stragglers:
                 seconds = {"own_seconds": round(own, 6), "median_seconds": round(median, 6)}
                 steps_slow = self.slow_steps[rank]
                 found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": steps_slow})
+        return found
+
+
+class LowUse:
+    """Look whether the use of the GPUs, or the MFU beside the plan's, is low for many steps (`monitors.low_use`)."""
+
+    def __init__(self, settings: LowUseSettings, planned_mfu: float | None) -> None:
+        self.steps = settings.steps
+        self.least = {
+            "hardware/gpu_utilization": settings.gpu_utilization,
+            "throughput/mfu": settings.mfu_of_plan and planned_mfu and settings.mfu_of_plan * planned_mfu,
+        }
+        self.low_steps = dict.fromkeys(self.least, 0)
+
+    def judge(self, measured: dict[str, float], steps: int) -> list[dict]:
+        """Return what has just been too low for long enough, as {"of", "value", "least", "steps"}.
+
+        measured: metrics of the `steps` steps since the last call.
+        """
+        found = []
+        for name, least in self.least.items():
+            value = measured.get(name)
+            if value is None or not least or value >= least:
+                self.low_steps[name] = 0  # it is reported again if it falls again
+                continue
+            before = self.low_steps[name]
+            self.low_steps[name] = before + steps
+            if before < self.steps <= before + steps:
+                numbers = {"value": round(value, 4), "least": round(least, 4)}
+                found.append({"of": name.partition("/")[2], **numbers, "steps": before + steps})
         return found
 
 

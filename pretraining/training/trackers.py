@@ -11,13 +11,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations import get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
+from pretraining.recipe.sections import Prometheus
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.operations import OPERATIONS, numbers_of
 from pretraining.upstream.transformers import name_logs_by
 
-# tracker -> the package that provides it
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio", "mlflow": "mlflow"}
+# tracker -> the package that provides it, if it has another name
+PACKAGES = {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry-exporter-otlp-proto-http"}
 
 # tracker -> the variable that names its folder, which is set inside the run folder
 FOLDERS = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "trackio": "TRACKIO_DIR"}
@@ -39,16 +41,26 @@ name_logs_by(grouped_names)
 
 
 def build_trackers(
-    report_to: str | list[str], run: RunFolder, run_name: str, project: str | None = None
+    report_to: str | list[str],
+    run: RunFolder,
+    run_name: str,
+    project: str | None = None,
+    prometheus: Prometheus | None = None,
 ) -> list[TrainerCallback]:
-    """Build the trackers' callbacks; `UserError` if a package is missing. project: the recipe's `training.project`."""
+    """Build the trackers' callbacks; `UserError` if a package is missing.
+
+    project: the recipe's `training.project`. prometheus: its `monitors.prometheus`.
+    """
     names = [report_to] if isinstance(report_to, str) else report_to
     for name in FOLDERS.keys() & set(names):
         os.environ.setdefault(FOLDERS[name], str(run.path / name))
     trackers = []
     for name in (name for name in names if name != "none"):
         try:
-            callback = get_reporting_integration_callbacks([name])[0]()
+            if name in OPERATIONS:
+                callback = numbers_of(name, run, prometheus or Prometheus())
+            else:
+                callback = get_reporting_integration_callbacks([name])[0]()
         except (ImportError, RuntimeError) as error:
             package = PACKAGES.get(name, name)
             raise UserError(
@@ -56,7 +68,8 @@ def build_trackers(
                 f"pip install {package}, or leave it out with --set training.report_to=none"
             ) from error
         except (KeyError, ValueError) as error:
-            raise UserError(f"training.report_to: {error}") from error
+            what = f"{error} Ours are {', '.join(OPERATIONS)}."
+            raise UserError(f"training.report_to: {what}") from error
         trackers.append(Tracker(name, callback, run))
         if name in SHOW_TEXT:
             trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name]), run))

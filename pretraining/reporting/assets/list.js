@@ -16,7 +16,7 @@ const COLUMNS = [
   ["of its tokens", (run) => run.budget_share, percent],
   ["training loss", last("train/loss"), fixed(4)],
   ["validation loss", last("eval/loss"), fixed(4)],
-  ["tokens/s", last("throughput/tokens_per_second"), compact],
+  ["tokens/s", last("throughput/tokens_per_second"), (rate) => compact(rate)],
   ["MFU", last("throughput/mfu"), percent],
   ["cost", last("cost/dollars"), money],
   ["time left", secondsLeft, duration],
