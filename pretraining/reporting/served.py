@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -40,19 +39,8 @@ from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote, refuse_slips
 from pretraining.planning.quantities import several
+from pretraining.reporting import page
 from pretraining.reporting.live import LAST, set_priority
-from pretraining.reporting.page import (
-    LIST_SCRIPTS,
-    SCRIPTS,
-    STYLES,
-    data_text,
-    joined,
-    page_payload,
-    plain,
-    run_payload,
-    served_text,
-    standing_of,
-)
 from pretraining.reporting.run_record import ENDINGS, FIRST_LOOK, TAIL, TAIL_BYTES, RunRecord
 
 ROWS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -62,35 +50,27 @@ READ |= {"console.log", "console.1.log", "heartbeats"}
 DEPTH = 3
 """Folders between the one that is served and a run, such as that of a sweep."""
 SHOWN = (
-    "train/loss",
-    "eval/loss",
-    "throughput/tokens_per_second",
-    "throughput/mfu",
-    "throughput/seconds_left",
+    "train/loss eval/loss throughput/tokens_per_second throughput/mfu throughput/seconds_left cost/dollars"
 )
-SHOWN += ("cost/dollars",)
 """What the list shows of a run's last rows."""
-FRESH_SECONDS, PARTIAL_SECONDS, STORE_SECONDS = 5.0, 1.0, 30.0
-"""How often an open page asks; one that waits for all rows; how often a store is looked at, which gets files once a
-minute."""
-SHARED_SECONDS = 1.5
-"""How long a list is good enough for the next reader."""
+FRESH_SECONDS, PARTIAL_SECONDS = 5.0, 1.0
+"""How often an open page asks, and one that waits for all rows of a run."""
+SHARED_SECONDS, STORE_SECONDS = 1.5, 30.0
+"""How long a list is good enough for the next reader, and one of a store, which gets files once a minute."""
 STORE_ROWS_BYTES = 32 << 10
 LONG_BYTES = 24 << 20
 """A metrics.jsonl of more than this is read whole by a process of its own, and shown by a first look until then."""
-MOST_OPEN, MOST_TOGETHER = 64, 100
+MOST_KEPT, MOST_TOGETHER = 64, 50
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
 }
+ASSETS = {"/page.js": page.SCRIPTS, "/list.js": page.LIST_SCRIPTS, "/style.css": page.STYLES}
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d+)?")
-ASSETS = {"/page.js": SCRIPTS, "/list.js": LIST_SCRIPTS, "/style.css": STYLES}
 
 
 def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[tuple[Path, tuple]]:
@@ -114,54 +94,50 @@ class Runs:
     """The runs of a folder. What the list shows of each is kept; only the ends of files that have changed are read."""
 
     def __init__(self, folder: Path, store: "StoredRuns | None" = None) -> None:
-        self.folder, self.store = folder, store
-        self._known: dict[str, tuple[tuple, RunRecord]] = {}
-        self._rows: dict[str, dict] = {}
-        self._listed = -SHARED_SECONDS
+        self.folder, self.store, self.listed = folder, store, -SHARED_SECONDS
+        self.known: dict[str, tuple[tuple, RunRecord, dict]] = {}
         self._lock = threading.Lock()
 
     def rows(self) -> dict[str, dict]:
         """Return {place of a run below the folder: what the list shows of it}."""
         with self._lock:
-            if time.monotonic() - self._listed < SHARED_SECONDS:
-                return self._rows
-            if self.store is not None:
-                self.store.refresh()
-            listed: dict[str, tuple[tuple, RunRecord]] = {}
-            rows = {}
-            for folder, state in run_folders(self.folder):
-                name = folder.relative_to(self.folder).as_posix() if folder != self.folder else folder.name
-                known, record = self._known.get(name, (None, None))
-                with suppress(UserError, OSError):  # it has just gone
-                    if record is None or known != state:
-                        record = RunRecord(folder, TAIL)
-                    before = self._rows.get(name) if known == state else None
-                    # without an ending its processes may be gone since
-                    is_over = before is not None and before["state"] in ENDINGS.values()
-                    listed[name], rows[name] = (state, record), before if is_over else row_of(record, name)
-            self._known, self._rows, self._listed = listed, rows, time.monotonic()
-            return rows
+            if time.monotonic() - self.listed >= SHARED_SECONDS:
+                if self.store is not None:
+                    self.store.refresh()
+                self.known, self.listed = dict(self._read()), time.monotonic()
+            return {name: row for name, (_, _, row) in self.known.items()}
 
-    def open(self, name: str) -> tuple[Path, tuple] | None:
-        """Return the folder with all records of a listed run, and their state; None if there is no such run."""
-        _, record = self._known.get(name, (None, None))
-        if record is None:
-            return None
-        folder = record.run.path if self.store is None else self.store.whole(name)
-        return next(run_folders(folder, 0), None)
+    def _read(self) -> Iterator[tuple[str, tuple[tuple, RunRecord, dict]]]:
+        for folder, state in run_folders(self.folder):
+            name = (
+                folder.relative_to(self.folder).as_posix() if folder != self.folder else folder.resolve().name
+            )
+            before, record, row = self.known.get(name, (None, None, {}))
+            with suppress(UserError, OSError):  # it has just gone
+                if record is None or before != state:
+                    record, row = RunRecord(folder, TAIL), {}
+                # without an ending its processes may be gone since
+                yield (
+                    name,
+                    (state, record, row if row.get("state") in ENDINGS.values() else row_of(record, name)),
+                )
+
+    def open(self, name: str) -> tuple[Path, tuple]:
+        """Return the folder with all records of a listed run, and their state; `UserError` if there is none."""
+        if name in self.known:
+            folder = self.known[name][1].run.path if self.store is None else self.store.whole(name)
+            for found in run_folders(folder, 0):
+                return found
+        raise UserError("no such run; look at the list")
 
 
 def row_of(record: RunRecord, name: str) -> dict:
-    last = {metric: plain(record.metrics.last(metric)) for metric in SHOWN}
-    ends = [event["eval_loss"] for event in record.events if event.get("eval_loss") is not None]
-    last["eval/loss"] = plain(ends[-1]) if ends else last["eval/loss"]
-    return {
-        "name": name,
-        "description": str(record.recipe.get("description") or "")[:300],
-        **standing_of(record, record.standing()),
-        "budget_share": record.budget_share,
-        "last": last,
-    }
+    last = {metric: page.plain(record.metrics.last(metric)) for metric in SHOWN.split()}
+    for event in record.events:
+        last["eval/loss"] = page.plain(event.get("eval_loss", last["eval/loss"]))
+    about = str(record.recipe.get("description") or "")[:300]
+    shown = {"name": name, "description": about, "budget_share": record.budget_share, "last": last}
+    return {**shown, **page.standing_of(record, record.standing())}
 
 
 class StoredRuns:
@@ -169,8 +145,7 @@ class StoredRuns:
 
     def __init__(self, address: str, folder: Path) -> None:
         self.remote = RemoteRun(address, patience=Patience(FIRST_CONTACT_SECONDS))
-        self.ends, self.opened = folder / "ends", folder / "opened"
-        self.looked = -STORE_SECONDS
+        self.folder, self.looked = folder, -STORE_SECONDS
         self.sizes: dict[str, dict[str, int]] = {}
         self._whole: dict[str, tuple[dict, Path]] = {}
         self._lock = threading.Lock()
@@ -190,18 +165,17 @@ class StoredRuns:
         for file, most in (("recipe.json", 1 << 20), (EVENTS, TAIL_BYTES), (ROWS, STORE_ROWS_BYTES)):
             if (size := sizes.get(file)) and size != before.get(file):
                 content = self.remote.read_range(f"{name}/{file}", max(0, size - most), size)
-                (self.ends / name).mkdir(parents=True, exist_ok=True)
-                (self.ends / name / file).write_bytes(content)
+                (self.folder / "ends" / name).mkdir(parents=True, exist_ok=True)
+                (self.folder / "ends" / name / file).write_bytes(content)
         self.sizes[name] = sizes
 
     def whole(self, name: str) -> Path:
-        """Return a folder with all records of a run, fetched again once its rows or events have grown."""
+        """Return a folder with all records of a run, fetched again once a file of it has grown."""
         with self._lock:
-            before, folder = self._whole.get(name, (None, self.opened))
+            before, folder = self._whole.get(name, (None, self.folder / "none"))
             if before != self.sizes[name]:
                 shutil.rmtree(folder, ignore_errors=True)
-                into = Path(tempfile.mkdtemp(dir=self.opened.parent))
-                folder = fetch_records(self.remote.where(name), into).path
+                folder = fetch_records(self.remote.where(name), Path(tempfile.mkdtemp(dir=self.folder))).path
                 self._whole[name] = self.sizes[name], folder
             return folder
 
@@ -213,7 +187,7 @@ def _record_at(folder: Path) -> RunRecord:
 
 def whole_payload(folder: Path, name: str) -> dict:
     """Return what the page shows of a run, whose record is kept: the next call reads what has been added."""
-    return run_payload(_record_at(folder).refresh(), name=name)
+    return page.run_payload(_record_at(folder).refresh(), name=name)
 
 
 def _be_quiet() -> None:
@@ -226,27 +200,27 @@ class Pages:
     """What the pages of runs show, kept until a file changes."""
 
     def __init__(self) -> None:
-        self._kept: dict[Path, tuple[tuple, bool, dict]] = {}
+        self._kept: dict[Path, tuple[tuple, dict]] = {}
         self._reading: dict[Path, tuple[tuple, AsyncResult]] = {}
         self._pool: Any = None
         self._lock = threading.Lock()
 
-    def payload(self, folder: Path, state: tuple, name: str) -> tuple[tuple, bool, dict]:
-        """Return (the state of the files that is shown, whether all rows of it are, the run's payload)."""
+    def payload(self, folder: Path, state: tuple, name: str) -> tuple[tuple, dict]:
+        """Return the state of the files that is shown, and what is shown of them."""
         with self._lock:
-            shown, is_whole, _ = self._kept.get(folder, (None, False, {}))
-            if shown != state or not is_whole:
-                path = folder / ROWS
-                if path.is_file() and path.stat().st_size > LONG_BYTES:
-                    self._look(folder, state, name)
-                else:
-                    self._kept[folder] = state, True, whole_payload(folder, name)
-            if len(self._kept) > MOST_OPEN:
+            shown, payload = self._kept.get(folder, (None, {}))
+            if shown != state or "is_partial" in payload:
+                rows = folder / ROWS
+                is_long = rows.is_file() and rows.stat().st_size > LONG_BYTES
+                self._kept[folder] = (
+                    self._look(folder, state, name) if is_long else (state, whole_payload(folder, name))
+                )
+            if len(self._kept) > MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
             return self._kept[folder]
 
-    def _look(self, folder: Path, state: tuple, name: str) -> None:
-        """Have all of a long run read, by one process for all of them, and take what it has read by now."""
+    def _look(self, folder: Path, state: tuple, name: str) -> tuple[tuple, dict]:
+        """Have all of a long run read, by one process for all of them, and show what has been read by now."""
         if folder not in self._reading:
             # a new interpreter: a fork would copy this one's threads in the middle of what they do
             self._pool = self._pool or multiprocessing.get_context("spawn").Pool(1, _be_quiet)
@@ -254,10 +228,10 @@ class Pages:
         began, reading = self._reading[folder]
         if reading.ready():
             del self._reading[folder]
-            self._kept[folder] = began, True, reading.get()
-        elif folder not in self._kept:
-            payload = run_payload(RunRecord(folder, FIRST_LOOK), name=name)
-            self._kept[folder] = state, False, {**payload, "is_partial": True}
+            return began, reading.get()
+        if folder in self._kept:
+            return self._kept[folder]
+        return state, {**page.run_payload(RunRecord(folder, FIRST_LOOK), name=name), "is_partial": True}
 
 
 class Guard:
@@ -270,12 +244,11 @@ class Guard:
     async def __call__(self, scope: Any, receive: Callable, send: Callable) -> None:
         async def send_strictly(message: Any) -> None:
             if message["type"] == "http.response.start":
-                more = [(key.lower().encode(), value.encode()) for key, value in HEADERS.items()]
+                more = [(key.encode(), value.encode()) for key, value in HEADERS.items()]
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        answer = self._refusal(Request(scope)) if scope["type"] == "http" else None
-        await (answer or self.app)(scope, receive, send_strictly)
+        await (self._refusal(Request(scope)) or self.app)(scope, receive, send_strictly)
 
     def _refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that goes no further."""
@@ -286,9 +259,7 @@ class Guard:
         if self.token is None or self._is_token(request.cookies.get(self.cookie, "")):
             return None
         if not self._is_token(request.query_params.get("token", "")):
-            return PlainTextResponse(
-                "the token is missing or wrong; use the link that the server printed", 401
-            )
+            return PlainTextResponse("no token, or a wrong one; use the link that the server printed", 401)
         # so that the token stays neither in the address nor in what a browser remembers
         answer = RedirectResponse("/", 303)
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax")
@@ -300,65 +271,63 @@ class Guard:
     def _is_named(self, host: str) -> bool:
         """Return whether a Host header means this server: another site's name may lead here (DNS rebinding)."""
         found = _HOST.fullmatch(host)
-        if found is None or found[2] in self.names:
-            return found is not None
-        with suppress(ValueError):
-            ipaddress.ip_address(found[1] or found[2])
-            return True  # no other site has a number for its name
-        return False
+        if found is None:
+            return False
+        # no other site has a number for its name
+        return (found[2] or "").lower() in self.names or _address(found[1] or found[2]) is not None
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Read an address of IP; None for a name."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host)
+    return None
 
 
 def application(runs: Runs, title: str) -> Starlette:
     """Build what answers: the list, the page of one run or several, and the data of both."""
     pages = Pages()
 
-    def listed() -> tuple[str, dict]:
+    def listed(names: list[str]) -> tuple[Any, dict]:
         rows = list(runs.rows().values())
-        return _digest(rows), {
-            "rows": rows,
-            "title": title,
-            "every_seconds": FRESH_SECONDS,
-            "address": "/runs.json",
-        }
+        return rows, {"rows": rows, "title": title, "every_seconds": FRESH_SECONDS, "address": "/runs.json"}
 
-    def opened(request: Request) -> tuple[str, dict] | None:
-        names, payloads, states = list(dict.fromkeys(request.query_params.getlist("run"))), [], []
-        rows = runs.rows()
-        for name in names[:MOST_TOGETHER]:
-            if (found := runs.open(name)) is None:
-                return None
-            state, is_whole, payload = pages.payload(*found, name)
+    def opened(names: list[str]) -> tuple[Any, dict]:
+        rows, payloads, states = runs.rows(), [], []
+        if not 1 <= len(names) <= MOST_TOGETHER:
+            raise UserError(f"choose 1 to {MOST_TOGETHER} runs")
+        for name in names:
+            state, payload = pages.payload(*runs.open(name), name)
             # a run that is killed writes nothing: its state alone changes
-            standing = {key: rows[name][key] for key in ("state", "since", "at_step", "reason")}
+            standing = {key: rows.get(name, payload)[key] for key in ("state", "since", "at_step", "reason")}
             payloads.append({**payload, **standing, "folder": f"{title}/{name}"})
-            states.append((state, is_whole, standing))
-        if not names:
-            return None
-        whole = all(is_whole for _, is_whole, _ in states)
-        payload = page_payload(payloads, FRESH_SECONDS if whole else PARTIAL_SECONDS)
-        return _digest(states), {
-            **payload,
-            "address": f"/data.json?{urlencode([('run', name) for name in names])}",
-        }
+            states.append((state, "is_partial" in payload, standing))
+        is_partial = any("is_partial" in payload for payload in payloads)
+        shown = page.page_payload(payloads, PARTIAL_SECONDS if is_partial else FRESH_SECONDS)
+        return states, {**shown, "address": f"/data.json?{urlencode([('run', name) for name in names])}"}
 
     def answer(make: Callable, script: str | None, request: Request) -> Response:
-        made = make(request) if make is opened else make()
-        if made is None:
-            return PlainTextResponse("no such run; look at the list", 404)
-        tag, payload = made
+        try:
+            state, payload = make(list(dict.fromkeys(request.query_params.getlist("run"))))
+        except UserError as error:
+            return PlainTextResponse(str(error), 404)
+        digest = hashlib.blake2b(repr(state).encode(errors="replace"), digest_size=12)
+        tag = f'"{digest.hexdigest()}"'
         if script is not None:
-            shown = title if "rows" in payload else " · ".join(run["name"] for run in payload["runs"])
-            text = served_text({**payload, "tag": tag}, shown, script)
-            return Response(text.encode(errors="replace"), media_type="text/html")
-        if request.headers.get("if-none-match") == tag:
+            name = payload.get("title") or " · ".join(run["name"] for run in payload["runs"])
+            text = page.served_text({**payload, "tag": tag}, name, script)
+        elif request.headers.get("if-none-match") == tag:
             return Response(status_code=304)
-        content = data_text(payload).encode(errors="replace")
-        return Response(content, media_type="application/json", headers={"ETag": tag})
+        else:
+            text = page.data_text(payload)
+        kind = "application/json" if script is None else "text/html"
+        return Response(text.encode(errors="replace"), media_type=kind, headers={"ETag": tag})
 
     def asset(request: Request) -> Response:
         path = request.url.path
-        kind = "text/css" if path.endswith(".css") else "text/javascript"
-        return Response(joined(ASSETS[path]), media_type=kind)
+        return Response(
+            page.joined(ASSETS[path]), media_type="text/css" if path.endswith("css") else "text/javascript"
+        )
 
     pairs = {"/": (listed, "list.js"), "/runs.json": (listed, None)}
     pairs |= {"/show": (opened, "page.js"), "/data.json": (opened, None)}
@@ -368,10 +337,6 @@ def application(runs: Runs, title: str) -> Starlette:
     return app
 
 
-def _digest(value: Any) -> str:
-    return f'"{hashlib.blake2b(repr(value).encode(errors="replace"), digest_size=12).hexdigest()}"'
-
-
 def serve(place: str, host: str, port: int) -> None:
     """Serve the runs of a folder or of a store's address until Ctrl-C.
 
@@ -379,16 +344,12 @@ def serve(place: str, host: str, port: int) -> None:
     """
     refuse_slips(place, "--serve")
     with tempfile.TemporaryDirectory() as kept:
-        if is_remote(place):
-            runs = Runs(Path(kept) / "ends", StoredRuns(place.rstrip("/"), Path(kept)))
-        else:
-            runs = Runs(Path(place))
-            if not runs.folder.is_dir():
-                raise UserError(f"{place}: no such folder; give the folder of your runs, such as runs")
-        found = runs.rows()
-        if is_remote(place) and not found:
+        store = StoredRuns(place.rstrip("/"), Path(kept)) if is_remote(place) else None
+        runs = Runs(Path(kept, "ends") if store else Path(place), store)
+        found = len(runs.rows())
+        if not found if store else not runs.folder.is_dir():
             raise UserError(
-                f"{place}: no run there; give the address above the runs, such as s3://bucket/runs"
+                f"{place}: no {'run' if store else 'such folder'}; give the place of your runs, such as runs"
             )
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -396,19 +357,15 @@ def serve(place: str, host: str, port: int) -> None:
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{host}, port {port}: {reason}; choose others with --host and --port") from None
-        port = listener.getsockname()[1]
-        is_loopback = host == "localhost"
-        with suppress(ValueError):
-            is_loopback |= ipaddress.ip_address(host).is_loopback
+        port, number, here = listener.getsockname()[1], _address(host), socket.gethostname()
+        is_loopback = host == "localhost" if number is None else number.is_loopback
         token = None if is_loopback else secrets.token_urlsafe(24)
-        names = {"localhost", host.lower(), socket.gethostname().lower()}
-        shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        print(f"runs   {several(len(found), 'run')} in {place}")
+        shown = here if number and number.is_unspecified else f"[{host}]" if ":" in host else host
+        print(f"runs   {several(found, 'run')} in {place}")
         print(f"page   http://{shown}:{port}/{f'?token={token}' if token else ''}", flush=True)
-        print("       Ctrl-C ends it", file=sys.stderr, flush=True)
-        app = Guard(application(runs, place.rstrip("/")), names, token, port)
-        quiet = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
-        plain_http: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off"}
-        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet, **plain_http)).run(
-            [listener]
+        app = Guard(
+            application(runs, place.rstrip("/")), {"localhost", host.lower(), here.lower()}, token, port
         )
+        plain: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off", "proxy_headers": False}
+        plain |= {"log_level": "warning", "access_log": False, "server_header": False}
+        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **plain)).run([listener])

@@ -16,6 +16,7 @@ from tests.conftest import num_gpus
 from tests.gear.ladders import SMALL_SIZES, ladder_command, small_ladder
 from tests.gear.runs import REPOSITORY, Finished, Workshop, execute
 from tests.gear.scored_tasks import write_items, write_tasks
+from tests.reporting.test_served_page import SERVE, Server
 from tests.training.test_batch_ramp import RAMPED
 
 NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "CONTRIBUTING.md", "AGENTS.md")
@@ -114,6 +115,16 @@ def run_small(workshop: Workshop, words: list[str]) -> None:
     finished = execute(small_of(workshop, words))
     assert finished.code == 0 and re.search(said, finished.stdout), finished.output
     assert "both.html" not in words or PLACES["both.html"](workshop).exists()
+
+
+def run_served(workshop: Workshop, words: list[str]) -> None:
+    """`... reporting --serve runs`: on a port that is free, the runs that tests have made, until Ctrl-C."""
+    assert words == [*SERVE, "runs"]
+    run = workshop.plain().folder
+    server = Server(run.parent)
+    assert server.listed()[run.name]["state"] == "finished"
+    server.started.interrupt()
+    assert server.started.finish().code == 130
 
 
 def run_branch(workshop: Workshop, words: list[str]) -> None:
@@ -300,6 +311,7 @@ SCALED = {
     r"RUN=\S+ (PROGRAM=\"[^\"]+\" )?sbatch ": run_sbatch,
     r"python -m pretraining\.checkpoints branch ": run_branch,
     r"python -m pretraining\.checkpoints merge ": run_merge,
+    r"python -m pretraining\.reporting --serve ": run_served,
     r"python -m pretraining\.(data|planning|checkpoints|evaluation|reporting|postmortem) ": run_small,
     r"python -m pretraining\.doctor ": run_doctor,
     r"deepspeed .*--module pretraining\.doctor ": run_doctor_together,
