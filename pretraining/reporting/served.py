@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import tempfile
 import threading
@@ -191,8 +190,8 @@ def whole_payload(folder: Path, name: str) -> dict:
 
 
 def _be_quiet() -> None:
-    """Make this process one that gives way to all others, and leaves Ctrl-C to the one that started it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Make this process give way to all others, and leave Ctrl-C to the one that started it."""
+    os.setsid()  # priorities are those of sessions: else the reader's whole terminal would have the lowest
     set_priority(os.getpid(), LAST)
 
 
