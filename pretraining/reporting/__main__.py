@@ -109,13 +109,8 @@ def _serve(arguments: list[str]) -> None:
     what = "the address that answers (default: 127.0.0.1, this machine alone); any other asks for a token, which is "
     what += "part of the link that is printed"
     add("--host", default="127.0.0.1", help=what)
-    add(
-        "--port",
-        type=not_negative_integer,
-        default=6006,
-        metavar="N",
-        help="default: 6006; 0: any that is free",
-    )
+    what = "default: 6006; 0: any that is free"
+    add("--port", type=not_negative_integer, default=6006, metavar="N", help=what)
     options = parser.parse_args(arguments)
     for package in ("starlette", "uvicorn"):
         require(package, "--serve")

@@ -39,7 +39,7 @@ from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote, refuse_slips
 from pretraining.planning.quantities import several
 from pretraining.reporting import page
-from pretraining.reporting.live import LAST, set_priority
+from pretraining.reporting.live import set_priority
 from pretraining.reporting.run_record import ENDINGS, FIRST_LOOK, TAIL, TAIL_BYTES, RunRecord
 
 ROWS, EVENTS = "metrics.jsonl", "events.jsonl"
@@ -59,6 +59,8 @@ SHARED_SECONDS, STORE_SECONDS = 1.5, 30.0
 STORE_ROWS_BYTES = 32 << 10
 LONG_BYTES = 24 << 20
 """A metrics.jsonl of more than this is read whole by a process of its own, and shown by a first look until then."""
+GIVES_WAY = 10
+"""Priority (nice) of that process: somebody waits for it, but training comes first."""
 MOST_KEPT, MOST_TOGETHER = 64, 50
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -190,9 +192,9 @@ def whole_payload(folder: Path, name: str) -> dict:
 
 
 def _be_quiet() -> None:
-    """Make this process give way to all others, and leave Ctrl-C to the one that started it."""
-    os.setsid()  # priorities are those of sessions: else the reader's whole terminal would have the lowest
-    set_priority(os.getpid(), LAST)
+    """Make this process give way to others, and leave Ctrl-C to the one that started it."""
+    os.setsid()  # priorities are those of sessions: else the reader's whole terminal would give way
+    set_priority(os.getpid(), GIVES_WAY)
 
 
 class Pages:
