@@ -56,8 +56,8 @@ LAUNCHING = """
     refusals sweep bad_input schedule_free averages muon nothing_lost saved_first reshard model one_loss
     uploaded_run other_models trackers pipeline flows ray stopping library_optimizers mup clipping document_masking
     batch_ramp branch while_preparing given_weights wide_weights extensions reporting run_folder features export
-    loss_scale scores schedules launchers throughput ladder report_page served_page operations streamed_run checkpoint_export
-    early_stopping
+    loss_scale scores schedules launchers throughput ladder report_page served_page operations
+    streamed_run checkpoint_export early_stopping
     background_saving gradient_monitors expert_load gate notices console_log rehearsal postmortem ranks_apart
 """
 
