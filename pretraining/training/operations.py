@@ -106,19 +106,21 @@ class Numbers(TrainerCallback):
 
     def set_gauges(self) -> None:
         since = time.time() - self.stepped
-        numbers = {"step": self.step, "alerts": self.alerts, "seconds_since_last_step": since}
-        numbers |= {"last_step_timestamp_seconds": self.stepped}
+        numbers: dict[str, float] = {
+            "step": self.step,
+            "alerts": self.alerts,
+            "seconds_since_last_step": since,
+        }
+        numbers["last_step_timestamp_seconds"] = self.stepped
         numbers |= {name: self.logged[metric] for name, metric in LOGGED.items() if metric in self.logged}
-        for name, number in numbers.items():
-            self._set(name, number)
-        for state in ("running", *STATES.values()):  # 1 for the one in which the run is
-            self._set("state", float(state == self.state), state=state)
-
-    def _set(self, name: str, number: float, **labels: str) -> None:
-        if name not in self.gauges:
-            what = f"{LOGGED[name]} of metrics.jsonl" if name in LOGGED else name.replace("_", " ")
-            self.gauges[name] = self.gauge(f"pretraining_{name}", what, ["run", *labels])
-        self.gauges[name](number, {"run": self.label, **labels})
+        # 1 for the state in which the run is
+        states = [("state", float(state == self.state), state) for state in ("running", *STATES.values())]
+        for name, number, *state in [*numbers.items(), *states]:
+            labels = dict(zip(("run", "state"), (self.label, *state), strict=False))
+            if name not in self.gauges:
+                what = f"{LOGGED[name]} of metrics.jsonl" if name in LOGGED else name.replace("_", " ")
+                self.gauges[name] = self.gauge(f"pretraining_{name}", what, [*labels])
+            self.gauges[name](number, labels)
 
 
 class PrometheusNumbers(Numbers):

@@ -283,15 +283,12 @@ class LowUse:
         """
         found = []
         for name, least in self.least.items():
-            value = measured.get(name)
-            if value is None or not least or value >= least:
-                self.low_steps[name] = 0  # it is reported again if it falls again
-                continue
-            before = self.low_steps[name]
-            self.low_steps[name] = before + steps
-            if before < self.steps <= before + steps:
-                numbers = {"value": round(value, 4), "least": round(least, 4)}
-                found.append({"of": name.partition("/")[2], **numbers, "steps": before + steps})
+            value, before = measured.get(name, math.inf), self.low_steps[name]
+            # from 0 it is reported again if it falls again
+            self.low_steps[name] = low_steps = before + steps if least and value < least else 0
+            if before < self.steps <= low_steps:
+                numbers = {"value": round(value, 4), "least": round(least, 4), "steps": low_steps}
+                found.append({"of": name.partition("/")[2], **numbers})
         return found
 
 
