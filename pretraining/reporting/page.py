@@ -36,6 +36,8 @@ SCRIPTS = ("vendor/uplot-1.6.32.min.js", "format.js", "charts.js", "panels.js", 
 LADDER_SCRIPTS = (*SCRIPTS[:3], "sections.js", "ladder.js")
 LIST_SCRIPTS = (*SCRIPTS[1:3], "sections.js", "list.js")
 STYLES = ("vendor/uplot-1.6.32.min.css", "style.css")
+NO_NETWORK = """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; \
+script-src 'unsafe-inline'; img-src data:">"""
 MOST_EVENTS, MOST_SAMPLED_STEPS, MOST_SCORES = 400, 60, 60
 LONGEST_TEXT = 6000
 """Characters of a sample or of an event's detail."""
@@ -72,29 +74,18 @@ FACTS += ("accumulation_steps", "deepspeed", "training_flops", "tokens_per_param
 ON_PROCESSOR = "Peak memory, beyond what the process held before the model"
 
 
-_NO_NETWORK = (
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
-    "script-src 'unsafe-inline'; img-src data:\">"
-)
-
-
-def page_text(payload: dict, title: str, scripts: tuple[str, ...] = SCRIPTS) -> str:
+def page_text(
+    payload: dict, title: str, scripts: tuple[str, ...] = SCRIPTS, served: str | None = None
+) -> str:
     """Build the HTML of a report, with everything inside: nothing comes from a network.
 
-    Every text of a run is data: the scripts show it as text, never as markup.
+    Every text of a run is data: the scripts show it as text, never as markup. served: the name of the scripts at the
+    server from which this page comes, as its style does.
     """
-    style, script = f"<style>{joined(STYLES)}</style>", f"<script>{joined(scripts)}</script>"
-    return _filled(payload, title, f"{_NO_NETWORK}\n{style}", script)
-
-
-def served_text(payload: dict, title: str, script: str) -> str:
-    """Build the HTML of a page whose style and script come from the server that it comes from."""
-    return _filled(
-        payload, title, '<link rel="stylesheet" href="style.css">', f'<script src="{script}"></script>'
-    )
-
-
-def _filled(payload: dict, title: str, style: str, script: str) -> str:
+    style = f"{NO_NETWORK}\n<style>{joined(STYLES)}</style>"
+    script = f"<script>{joined(scripts)}</script>"
+    if served is not None:
+        style, script = '<link rel="stylesheet" href="style.css">', f'<script src="{served}"></script>'
     # Inside a script element only `<` could end it.
     data = data_text(payload).replace("<", "\\u003c")
     parts = {"style": style, "script": script, "title": html.escape(title), "data": data}

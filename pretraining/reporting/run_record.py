@@ -6,7 +6,7 @@ from array import array
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -37,19 +37,10 @@ SILENT_SECONDS = 600.0
 FEWEST_SILENT_SECONDS = 120.0
 TAIL_BYTES = 4 << 10
 """Of events.jsonl, for a list of runs."""
-
-
-class Excerpt(NamedTuple):
-    """How much of a long metrics.jsonl is read: so many blocks, evenly spread, of which one is its end."""
-
-    blocks: int
-    block_bytes: int
-
-
-TAIL = Excerpt(1, 4 << 10)
-"""What a list of runs shows; of the other files the recipe and the last events are read."""
-FIRST_LOOK = Excerpt(160, 32 << 10)
-"""What is shown of a long run until all of it has been read."""
+TAIL = (1, 4 << 10)
+"""Blocks of metrics.jsonl, and bytes of each: the end, for a list of runs."""
+FIRST_LOOK = (160, 32 << 10)
+"""Spread over all of it, with its end, for a long run that has not been read yet."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class RunRecord:
     Raises `UserError` if there is no such folder, or no run has written to it.
     """
 
-    def __init__(self, folder: Path, excerpt: Excerpt | None = None) -> None:
+    def __init__(self, folder: Path, excerpt: tuple[int, int] | None = None) -> None:
         self.run, self.excerpt = RunFolder(folder), excerpt
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; give run folders, such as runs/tiny")
@@ -300,10 +291,10 @@ class MetricsFile:
     `read` reads what was added since the last call. A line that is no row (a dying run left it half-written) is
     skipped and counted. A file that was replaced, as a resumed run does, is read anew.
 
-    excerpt: what is read of a file that is longer than that; what is added to it later is read all the same.
+    excerpt: blocks of a longer file that are read in place of all of it; what is added later is read all the same.
     """
 
-    def __init__(self, path: Path, excerpt: Excerpt | None = None) -> None:
+    def __init__(self, path: Path, excerpt: tuple[int, int] | None = None) -> None:
         self.path, self.excerpt = path, excerpt
         self._forget()
 

@@ -316,7 +316,7 @@ def application(runs: Runs, title: str) -> Starlette:
         tag = f'"{digest.hexdigest()}"'
         if script is not None:
             name = payload.get("title") or " · ".join(run["name"] for run in payload["runs"])
-            text = page.served_text({**payload, "tag": tag}, name, script)
+            text = page.page_text({**payload, "tag": tag}, name, served=script)
         elif request.headers.get("if-none-match") == tag:
             return Response(status_code=304)
         else:
