@@ -47,7 +47,7 @@ RECEIVER_SECONDS = 5
 
 
 class Numbers(TrainerCallback):
-    """What both show. A subclass has `name`, `open`, `gauge` and `publish`."""
+    """What both show. A subclass says how."""
 
     name = ""
 
@@ -104,6 +104,16 @@ class Numbers(TrainerCallback):
             kind, more = ("tracker_failed", {"reason": reason}) if reason else ("tracker_recovered", {})
             self.run.add_event(kind, step=self.step, tracker=self.name, **more)
 
+    def open(self) -> None:
+        """Begin to answer, or to send."""
+
+    def gauge(self, name: str, what: str, labels: list[str]) -> Callable[[float, dict], Any]:
+        """Make a gauge; return what sets it, with its labels."""
+        raise NotImplementedError
+
+    def publish(self, is_last: bool) -> None:
+        """Hand on what the gauges say."""
+
     def set_gauges(self) -> None:
         since = time.time() - self.stepped
         numbers: dict[str, float] = {
@@ -113,14 +123,16 @@ class Numbers(TrainerCallback):
         }
         numbers["last_step_timestamp_seconds"] = self.stepped
         numbers |= {name: self.logged[metric] for name, metric in LOGGED.items() if metric in self.logged}
-        # 1 for the state in which the run is
-        states = [("state", float(state == self.state), state) for state in ("running", *STATES.values())]
-        for name, number, *state in [*numbers.items(), *states]:
-            labels = dict(zip(("run", "state"), (self.label, *state), strict=False))
-            if name not in self.gauges:
-                what = f"{LOGGED[name]} of metrics.jsonl" if name in LOGGED else name.replace("_", " ")
-                self.gauges[name] = self.gauge(f"pretraining_{name}", what, [*labels])
-            self.gauges[name](number, labels)
+        for name, number in numbers.items():
+            self._set(name, number)
+        for state in ("running", *STATES.values()):  # 1 for the one in which the run is
+            self._set("state", float(state == self.state), state=state)
+
+    def _set(self, name: str, number: float, **labels: str) -> None:
+        if name not in self.gauges:
+            what = f"{LOGGED[name]} of metrics.jsonl" if name in LOGGED else name.replace("_", " ")
+            self.gauges[name] = self.gauge(f"pretraining_{name}", what, ["run", *labels])
+        self.gauges[name](number, {"run": self.label, **labels})
 
 
 class PrometheusNumbers(Numbers):
