@@ -23,7 +23,8 @@ const COLUMNS = [
 ];
 const address = (names) => `/show?${names.map((name) => `run=${encodeURIComponent(name)}`).join("&")}`;
 
-const compare = (a, b) => (typeof a === "string" && typeof b === "string" ? inOrder(a, b) : a - b);
+// A loss that is not a number comes as a text.
+const compare = (a, b) => (typeof a === "string" && typeof b === "string" ? inOrder(a, b) : a - b || 0);
 const inOrder = new Intl.Collator("en", { numeric: true }).compare;
 const sorted = (runs) => {
   const [column, rising] = memory.get("sort", [2, false]), [, key] = COLUMNS[column];
