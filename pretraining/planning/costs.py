@@ -220,7 +220,7 @@ class RunForecast:
     utilization: Utilization
     mfu: float
     """The MFU that the run reaches, after the time to recompute, send and offload."""
-    expected_mfu: float | None
+    expected: Utilization | None
     """The same at rates of the model's own shapes; None without a recipe, or if `utilization` was given or measured."""
     tokens_per_second: float
     cost: Cost
@@ -286,7 +286,11 @@ def forecast(
         # a measured or given utilization includes the messages already, an assumed one does not
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
         if time.expected_seconds:
-            expected = recipe.tokens_per_step / time.expected_seconds / at_peak
+            day = time.expected_measured_on
+            how = "rates for its width, heads and length" + (f", measured here on {day}" if day else "")
+            expected = Utilization(
+                recipe.tokens_per_step / time.expected_seconds / at_peak, how, assumed=not day
+            )
         plan, seconds = build_run_plan(setup), recipe.tokens_per_step / rate
         step = StepForecast(
             seconds=seconds,
@@ -307,7 +311,7 @@ def forecast(
         utilization=used,
         # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
-        expected_mfu=expected,
+        expected=expected,
         tokens_per_second=rate,
         cost=run_cost(gpu, num_gpus * (setup.tokens / rate) / SECONDS_PER_HOUR, price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
@@ -413,13 +417,13 @@ def mfu_words(answer: dict) -> str:
 
 def expected_rows(answer: dict) -> list[tuple[str, str]]:
     """Write what to expect beside an estimate that has one rate for all shapes."""
-    if not (mfu := answer["expected_mfu"]):
+    if not (expected := answer["expected"]):
         return []
-    slower, prices = answer["mfu"] / mfu, answer["cost"]["prices"]
+    slower, prices = answer["mfu"] / expected["mfu"], answer["cost"]["prices"]
     # sorted, the cheapest first
     money = f", {dollars(slower * prices[0]['dollars'])}" if prices else ""
-    what = f"MFU {mfu:.0%}: {duration(slower * answer['seconds'])}{money}, by rates for its width, heads and length"
-    return [("expected", what)]
+    time = duration(slower * answer["seconds"])
+    return [("expected", f"MFU {expected['mfu']:.0%}: {time}{money}, by {expected['source']}")]
 
 
 def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:

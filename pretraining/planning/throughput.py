@@ -177,16 +177,8 @@ def expected_utilization(
         recomputation: FLOPs with every layer recomputed, divided by those without. A measured MFU is raised by the
             part of it that the line's `recomputes` says, which is the share of recomputed layers.
     """
-    alike = []
-    for row in _measured_utilizations(results):
-        try:
-            device = find_gpu(row["environment"]["device"])
-        # a device that the table does not know, or a line without one, is like no GPU
-        except (UserError, KeyError):
-            continue
-        ratio = row["parameters"] / parameters
-        if device.name == gpu.name and 1 / SAME_SIZE <= ratio <= SAME_SIZE:
-            alike.append(row)
+    rows = (row for row in _rows_of(gpu, "mfu", results) if row.get("parameters"))
+    alike = [row for row in rows if 1 / SAME_SIZE <= row["parameters"] / parameters <= SAME_SIZE]
     if alike:
         # the newest line counts: drivers and libraries change
         row = max(alike, key=lambda row: row.get("when", ""))
@@ -198,9 +190,23 @@ def expected_utilization(
     return Utilization(entry["value"], entry["source"], assumed=True)
 
 
+def _rows_of(gpu: Gpu, key: str, results: Path) -> list[dict]:
+    """Return the kept results of this GPU that have a value under a key."""
+    found = []
+    for row in _measured(key, results):
+        try:
+            device = find_gpu(row["environment"]["device"])
+        # a device that the table does not know, or a line without one, is like no GPU
+        except (UserError, KeyError):
+            continue
+        if device.name == gpu.name:
+            found.append(row)
+    return found
+
+
 @cache
-def _measured_utilizations(results: Path) -> tuple[dict, ...]:
-    """Return the kept results that hold a utilization.
+def _measured(key: str, results: Path) -> tuple[dict, ...]:
+    """Return the kept results that have a value under a key.
 
     Raises:
         UserError: a line is not JSON.
@@ -208,15 +214,15 @@ def _measured_utilizations(results: Path) -> tuple[dict, ...]:
     rows = []
     for path in sorted(results.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            # most lines are from other benchmarks: only those that name an MFU are parsed
-            if '"mfu"' not in line:
+            # most lines are from other benchmarks: only those that name the key are parsed
+            if f'"{key}"' not in line:
                 continue
             try:
                 row = json.loads(line)
             except ValueError as error:
                 what = f"line {number}: not JSON ({error}); remove it"
                 raise UserError(f"{display_path(path)}: {what}") from None
-            if row.get("mfu") and row.get("parameters"):
+            if row.get(key):
                 rows.append(row)
     return tuple(rows)
 
@@ -258,23 +264,28 @@ def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     )
 
 
-def expected_rates(setup: Setup, gpu: Gpu, precision: str) -> Rates:
+def expected_rates(setup: Setup, gpu: Gpu, precision: str, results: Path = RESULTS) -> Rates:
     """Return the rates of this model's own shapes: narrow models, small heads and short texts have less.
 
-    The shares are those of Hopper (tables/rates.json, `expected`); other architectures are assumed to lose as much.
-    Products that the doctor measured are of the recipe's shapes already.
+    They are those that benchmarks/rates.py measured on this GPU. Else they are shares of the sustained rates, Hopper's
+    (tables/rates.json, `expected`): other architectures are assumed to lose as much. Products that the doctor measured
+    are of the recipe's shapes already.
     """
     at_best, shares = sustained_rates(gpu, precision, setup.world_size), table("rates")["expected"]
-    products, attention = shares["products"], shares["attention"]
-    narrow = _between(products["widths"], products["value"], setup.widths.hidden)
+    rows = [row for row in _rows_of(gpu, "products", results) if not row["small"]]
+    measured = max(rows, key=lambda row: row["when"]) if rows and precision in SIXTEEN_BIT_NAMES else None
+    products, attention = ((measured or shares)[name] for name in ("products", "attention"))
     # the widest heads of the table that are no wider than the model's
     by_head = sorted(attention["value"], key=lambda row: row["head_size"])
     row = next((row for row in reversed(by_head) if row["head_size"] <= setup.widths.head_size), by_head[0])
-    short = _between(attention["lengths"], row["shares"], setup.recipe.sequence_length)
+    of_products = _between(products["widths"], products["value"], setup.widths.hidden)
+    of_attention = _between(attention["lengths"], row["shares"], setup.recipe.sequence_length)
+    if measured:
+        return Rates(of_products, of_attention, measured["memory"], measured["when"])
     return replace(
         at_best,
-        product_flops=(1.0 if at_best.products_measured_on else narrow) * at_best.product_flops,
-        attention_flops=short * at_best.attention_flops,
+        product_flops=(1.0 if at_best.products_measured_on else of_products) * at_best.product_flops,
+        attention_flops=of_attention * at_best.attention_flops,
         bytes=shares["memory"]["value"] * at_best.bytes,
     )
 
@@ -409,6 +420,8 @@ class StepTime:
     """Seconds that Python needs to launch the step's kernels; the GPU waits for it if the model is small."""
     expected_compute_seconds: float | None = None
     """`compute_seconds` at the rates of `expected_rates`; None if the utilization was given or measured."""
+    expected_measured_on: str | None = None
+    """The day on which these rates were measured, some or all of them."""
     utilization: Utilization | None = None
     """What `compute_seconds` were derived from."""
     kernel_seconds: dict[str, float] = field(default_factory=dict)
@@ -460,7 +473,7 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
     again = 0.0 if recipe.speed.recompute == "operators" else recipe.training.recomputed_share
     flops, peak = setup.flops.training + again * setup.flops.recomputed, gpu.peak_flops(precision)
     rate = tokens_per_second(flops, setup.world_size, peak, used.mfu)
-    compute, waiting, expected = recipe.tokens_per_step / rate, 0.0, None
+    compute, waiting, expected, day = recipe.tokens_per_step / rate, 0.0, None, None
     # a compiled model launches fewer kernels; how many is not known
     launches = accumulation * setup.size.num_layers if layer_mode(setup) == "eager" else 0
     sent = step_messages(setup, gpu)
@@ -468,7 +481,8 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
     if used.assumed:
         # the seconds of every kernel are counted: no need to derive them from FLOPs and an MFU
         waiting = sum(message.seconds for message in sent if message.name in alone)
-        at_shapes = ceiling(setup, gpu, precision, expected_rates(setup, gpu, precision))
+        rates = expected_rates(setup, gpu, precision)
+        at_shapes = ceiling(setup, gpu, precision, rates)
         kernels, slower = (
             accumulation
             * sum(seconds for name, seconds in each.seconds.items() if name not in LAYER_MESSAGES)
@@ -476,6 +490,7 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
         )
         compute = kernels + waiting
         expected = slower / (1 - table("rates")["expected"]["gaps"]["value"]) + waiting
+        day = rates.products_measured_on
     return StepTime(
         compute_seconds=compute,
         communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),
@@ -483,6 +498,7 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
         waiting_seconds=waiting,
         launch_seconds=launches * table("rates")["launch_seconds_per_layer"]["value"],
         expected_compute_seconds=expected,
+        expected_measured_on=day,
         utilization=used,
         kernel_seconds=at_best.seconds,
         messages=tuple(sent),
