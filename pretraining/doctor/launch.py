@@ -270,7 +270,6 @@ def needs_of(launch: Launch) -> list[Needed]:
     # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
     compiled = launch.compiles and on_gpus
     compiled_loss = not compiled and compiles_loss(recipe.loss.compile, on_gpus)
-    readings = "use, temperature, power and clocks of the GPUs (hardware/gpu_...)"
     # whether it is needed, and the fields of `Needed`
     table: list[tuple] = [
         *((True, MODULES.get(name, name), f"training.report_to {name}") for name in trackers_of(recipe)),
@@ -280,7 +279,6 @@ def needs_of(launch: Launch) -> list[Needed]:
         (compiled_loss, "triton", "loss.compile", "", COSTS),
         (recipe.evaluation.tasks, "lm_eval", "evaluation.tasks"),
         (flash, flash, f"model.attn_implementation {attention}"),
-        (on_gpus, "pynvml", readings, "nvidia-ml-py", COSTS),
     ]
     addresses = [("--data_dir", launch.data_dir), ("checkpoints.upload", recipe.checkpoints.upload)]
     prepares = not launch.data_is_prepared
