@@ -39,7 +39,7 @@ PROSE_BYTES = 8 << 20
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=["forecast", "rates", "pairs"])
-    parser.add_argument("--recipe", default="tiny")
+    parser.add_argument("--recipe", default="features/gpt2")
     parser.add_argument("--tokens", type=int, default=1_024_000, help="of the recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "ladder-benchmark")
