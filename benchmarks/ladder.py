@@ -11,8 +11,8 @@ again: after a stop the same command goes on, run by run.
 forecast: members of the family of four and eight times the compute of the largest run, with every seed: `error` of the
 foreseen loss, and whether the interval holds the measured one (`inside`).
 
-rates: a ladder with a grid of rates and batches; then at eight times its compute a grid around the best rate and batch
-that it foresees. `regret` is the loss there over the lowest of the grid.
+rates: a ladder with a grid of rates and batches; then at eight times its compute a cross around the best rate and batch
+that it foresees. `regret` is the loss there over the lowest of the cross.
 
 pairs: two mixtures of data, two shapes, two optimizers, each recipe with a ladder, at equal compute; which of the two
 wins at eight times the largest run's, foreseen and measured. `right` is also true if the tool says that it does not
@@ -31,6 +31,7 @@ from gear import REPOSITORY, TEXT_FOLDERS, chosen, machine_texts, parser_of, rec
 AROUND = (0.5, 1.0, 2.0)
 """Factors around the best rate and batch that are foreseen."""
 SMALL = {"budget.tokens": 24_576, "evaluation.max_validation_tokens": 2_000}
+VALIDATION_TOKENS = 32_768
 TIMES = (4, 8)
 PROSE_BYTES = 8 << 20
 """Of the second source of a mixture: documentation of this machine."""
@@ -40,7 +41,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=["forecast", "rates", "pairs"])
     parser.add_argument("--recipe", default="features/gpt2")
-    parser.add_argument("--tokens", type=int, default=1_024_000, help="of the recipe")
+    parser.add_argument("--tokens", type=int, default=614_400, help="of the recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "ladder-benchmark")
     parser.add_argument("--data_dir", type=Path, default=REPOSITORY / "data")
@@ -57,7 +58,8 @@ def ladder_of(options: argparse.Namespace, name: str, settings: dict, **more):
     from pretraining.ladder import climb
     from pretraining.recipe import load_recipe
 
-    settings = {**(SMALL if options.small else {"budget.tokens": options.tokens}), **settings}
+    whole = {"budget.tokens": options.tokens, "evaluation.max_validation_tokens": VALIDATION_TOKENS}
+    settings = {**(SMALL if options.small else whole), **settings}
     prepare(options.recipe, set=settings, data_dir=options.data_dir, show=False)
     small = {"widths": "24,32,40"} if options.small else {"up_to": 1 / max(TIMES)}
     places = {"data_dir": options.data_dir, "output_dir": options.folder / name}
@@ -150,6 +152,9 @@ def rates(options: argparse.Namespace) -> None:
         rate, batch = member.recipe.training.learning_rate, member.recipe.tokens_per_step
         off = abs(math.log(rate / own_values["rate"] / factors["rate"]))
         off += abs(math.log(batch / own_values["batch"] / factors["batch"]))
+        # a cross: one of them is as foreseen
+        if off > 1.0:
+            continue
         result = measured(options, ladder, member, options.folder, options.seeds[:1])
         found.append((off, {"rate": rate, "batch": batch, **result}))
     _, nearest = min(found, key=lambda each: each[0])
@@ -157,7 +162,7 @@ def rates(options: argparse.Namespace) -> None:
         **chosen(options, "folder", "data_dir"),
         **described(ladder),
         "best": {name: [float(f"{value:.4g}") for value in each] for name, each in best.items()},
-        "grid": {f"{each['rate']:.4g} {each['batch']}": each["losses"][0] for _, each in found},
+        "cross": {f"{each['rate']:.4g} {each['batch']}": each["losses"][0] for _, each in found},
         **nearest,
         "seconds": sum(each["seconds"] for _, each in found),
         "regret": round(nearest["losses"][0] / min(each["losses"][0] for _, each in found) - 1, 5),
