@@ -54,27 +54,34 @@ class UnitDivision:
     """Of all its matrices."""
     columns: int
     are_columns: bool
-    """A unit is a column: GPT-2 keeps its matrices [inputs, outputs], each in a parameter of its own."""
+    """A unit is a column of its matrix: GPT-2 and gpt_oss's experts keep matrices [inputs, outputs]."""
+    matrices: int = 1
 
     @classmethod
     def of(cls, shape: tuple[int, ...], is_transposed: bool) -> "UnitDivision":
         """Divide a parameter of this shape; the first dimensions of more than two count matrices."""
         if len(shape) < 2:
             return cls(1, prod(shape), are_columns=False)
-        return cls(prod(shape[:-1]), shape[-1], is_transposed)
+        return cls(prod(shape[:-1]), shape[-1], is_transposed, prod(shape[:-2]))
 
     @property
     def count(self) -> int:
-        return self.columns if self.are_columns else self.rows
+        return self.matrices * self.columns if self.are_columns else self.rows
 
     def parts(self, start: int, numel: int, offset: int = 0, first: int = 0) -> "Iterator[UnitPart]":
         """Cut the flattened parameter's elements [start, start + numel), which lie from `offset` on, into rectangles.
 
         first: the number of the parameter's first unit.
         """
-        for position, rows, columns in rectangles(start, numel, self.columns):
-            unit = position % self.columns if self.are_columns else position // self.columns
-            yield UnitPart(offset + position - start, rows, columns, first + unit, self.are_columns)
+        end, size = start + numel, self.rows * self.columns // (self.matrices if self.are_columns else 1)
+        for matrix in range(start // size, -(-end // size)):
+            begin = max(start, matrix * size)
+            for position, rows, columns in rectangles(
+                begin, min(end, (matrix + 1) * size) - begin, self.columns
+            ):
+                within = matrix * self.columns + position % self.columns
+                unit = within if self.are_columns else position // self.columns
+                yield UnitPart(offset + position - start, rows, columns, first + unit, self.are_columns)
 
 
 class UnitPart(NamedTuple):

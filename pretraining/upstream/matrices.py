@@ -26,7 +26,9 @@ class Matrices:
     parts: int = 1
     """The number of matrices side by side along `split_dim`."""
     transposed: bool = False
-    """True for [inputs, outputs], the layout of GPT-2's Conv1D; False for [outputs, inputs]."""
+    """True for [inputs, outputs], as in GPT-2's Conv1D and gpt_oss's experts; False for [outputs, inputs]."""
+    interleaved: bool = False
+    """True if the matrices take turns along `split_dim`, as the columns of gpt_oss's gate and up do."""
 
     @property
     def numel(self) -> int:
@@ -68,15 +70,16 @@ class Matrices:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape [numel] to [matrices, rows, columns], as a view if the layout allows it."""
         dim, sizes = self.split_dim, list(self.shape)
-        sizes[dim : dim + 1] = [self.parts, sizes[dim] // self.parts]
-        apart = flat.view(sizes).movedim(dim, 0)
+        each = sizes[dim] // self.parts
+        sizes[dim : dim + 1] = [each, self.parts] if self.interleaved else [self.parts, each]
+        apart = flat.view(sizes).movedim(dim + self.interleaved, 0)
         return apart.reshape(-1, *apart.shape[-2:])
 
     def put(self, matrices: torch.Tensor) -> torch.Tensor:
         """Reverse `of`: [matrices, rows, columns] to [numel]."""
         dim, sizes = self.split_dim, list(self.shape)
         sizes[dim] //= self.parts
-        return matrices.view(self.parts, *sizes).movedim(0, dim).reshape(-1)
+        return matrices.view(self.parts, *sizes).movedim(0, dim + self.interleaved).reshape(-1)
 
 
 def hidden_matrices(model: PreTrainedModel, per_head: bool = False) -> dict[str, Matrices]:
@@ -91,6 +94,8 @@ def hidden_matrices(model: PreTrainedModel, per_head: bool = False) -> dict[str,
     for module_name, module in model.named_modules():
         if module is head or isinstance(module, nn.Embedding) or type(module).__name__.endswith("Router"):
             continue
+        # a class of experts says how it keeps them
+        transposed = getattr(module, "is_transposed", False)
         for name, parameter in module.named_parameters(recurse=False):
             # under ZeRO-3 the parameter itself is empty here
             shape = whole_shape(parameter)
@@ -105,9 +110,10 @@ def hidden_matrices(model: PreTrainedModel, per_head: bool = False) -> dict[str,
                 found[full_name] = Matrices(shape, split_dim=1, parts=in_heads or fused, transposed=True)
             elif name.endswith("gate_up_proj"):
                 # [experts, 2 x inner, hidden]: gate and up are separate matrices
-                found[full_name] = Matrices(shape, split_dim=1, parts=2)
+                dim = 2 if transposed else 1
+                found[full_name] = Matrices(shape, dim, 2, transposed, not module.is_concatenated)
             else:
-                found[full_name] = Matrices(shape, parts=in_heads or 1)
+                found[full_name] = Matrices(shape, parts=in_heads or 1, transposed=transposed)
     return found
 
 

@@ -109,6 +109,15 @@ EXPERTS = {
 }
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, **ROUTED}
+GPT_OSS = {
+    **LLAMA,
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
 MODELS = {"gpt2": SMALL_RECIPE["model"], "llama": LLAMA, "qwen3_moe": EXPERTS}
 FAMILIES = {**MODELS, "qwen3": QWEN3, "mixtral": MIXTRAL}
 OTHER_MODELS = {

@@ -79,7 +79,8 @@ def test_nothing_more_is_clipped_unless_asked():
 
 
 @pytest.mark.parametrize(
-    "shape, transposed", [((7,), False), ((7,), True), ((5, 3), False), ((5, 3), True), ((2, 4, 3), False)]
+    "shape, transposed",
+    [((7,), False), ((7,), True), ((5, 3), False), ((5, 3), True), ((2, 4, 3), False), ((2, 4, 3), True)],
 )
 def test_every_slice_knows_its_units(shape, transposed):
     """However a parameter is cut, each element is in one block, under the unit that the formula gives it."""
@@ -89,7 +90,8 @@ def test_every_slice_knows_its_units(shape, transposed):
         expected = torch.zeros(numel, dtype=torch.int64)
     else:
         by_row = torch.arange(math.prod(shape[:-1])).repeat_interleave(shape[-1])
-        expected = table.ravel() % shape[-1] if transposed else by_row
+        by_column = table // math.prod(shape[-2:]) * shape[-1] + table % shape[-1]
+        expected = by_column.ravel() if transposed else by_row
     assert units.count == expected.max() + 1
     for start in range(numel):
         for size in range(1, numel - start + 1):

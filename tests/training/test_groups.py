@@ -22,7 +22,7 @@ from pretraining.training.optimizers import (
 )
 from pretraining.upstream.torch import rates_now
 from tests.gear.finished_data import refusal
-from tests.gear.runs import EXPERTS, LLAMA, MODELS, execute
+from tests.gear.runs import EXPERTS, GPT_OSS, LLAMA, MODELS, execute
 from tests.training.test_curve import column
 from tests.training.test_muon import TRAINING, built, draw_gradients
 
@@ -95,12 +95,9 @@ def test_the_plan_and_the_model_agree_on_kinds(name, tied):
 
 def test_biases_of_experts_are_vectors():
     """They are in one tensor of two dimensions, which is no matrix: nothing decays or orthogonalises it."""
-    section = {**EXPERTS, "model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 48}
-    for key in ("moe_intermediate_size", "num_experts", "output_router_logits", "router_aux_loss_coef"):
-        del section[key]
-    special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**section, **special))
-    planned = {each.name: each.kind for each in parameter_tensors({**section, "pad_token_id": 0})}
+    special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GPT_OSS, **special))
+    planned = {each.name: each.kind for each in parameter_tensors(GPT_OSS)}
     assert kinds_of(model) == planned
     assert planned["model.layers.0.mlp.experts.down_proj_bias"] == VECTOR
 

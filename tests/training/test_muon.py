@@ -33,10 +33,11 @@ from pretraining.training.optimizers import (
 )
 from pretraining.upstream.matrices import hidden_matrices
 from tests.gear.finished_data import refusal
-from tests.gear.runs import LLAMA, MODELS
+from tests.gear.runs import GPT_OSS, LLAMA, MODELS
 from tests.training.test_curve import IN_BF16
 
 MUON = ("optimizer.name=muon",)
+OF_TYPE = {**MODELS, "gpt_oss": GPT_OSS}
 TRAINING = Training(learning_rate=0.01, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95)
 
 
@@ -49,7 +50,7 @@ def built(name: str, **more) -> torch.nn.Module:
     special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**{**MODELS[name], **special, **more})
+        AutoConfig.for_model(**{**OF_TYPE[name], **special, **more})
     ).double()
 
 
@@ -119,6 +120,12 @@ def test_singular_values_come_near_one():
     assert not torch.isnan(orthogonalize(torch.zeros(1, 4, 4))).any()
 
 
+def is_transposed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether it is [inputs, outputs], as GPT-2's, and gpt_oss's experts, whose hidden states are 64 wide."""
+    hidden = 1 if "gate_up" in name else 2
+    return ".h." in name or (parameter.ndim == 3 and parameter.shape[hidden] == 64)
+
+
 def matrices_of(
     name: str, parameter: torch.Tensor, per_head: bool = False
 ) -> list[tuple[torch.Tensor, int, int]]:
@@ -131,6 +138,10 @@ def matrices_of(
         return [(head, *head.shape) for head in parameter.split(16)]
     if ".h." in name:
         return [(parameter, parameter.shape[1], parameter.shape[0])]
+    if parameter.ndim == 3 and is_transposed(name, parameter):
+        turns = 2 if "gate_up" in name else 1
+        parts = [expert[:, turn::turns] for expert in parameter for turn in range(turns)]
+        return [(part, part.shape[1], part.shape[0]) for part in parts]
     if name.endswith("gate_up_proj"):
         halves = [half for expert in parameter for half in expert.chunk(2, dim=0)]
         return [(half, *half.shape) for half in halves]
@@ -157,7 +168,7 @@ def step_of_the_papers(model, kept: dict, rate: float, decay: float, settings: d
                 size = math.sqrt(max(1, outputs / inputs))
             whole = newton_schulz_of_the_paper(matrix, triples, margin)
             if beta2 is not None:
-                neurons = 0 if ".h." in name else 1
+                neurons = 0 if is_transposed(name, parameter) else 1
                 mean = whole.square().mean(neurons, keepdim=True)
                 moment = beta2 * kept.get((name, number), 0) + (1 - beta2) * mean
                 kept[name, number] = moment
@@ -181,9 +192,10 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_TYPE)
 def test_three_steps_are_those_of_the_papers(name, variant):
-    """fp64: GPT-2's transposed projections with queries, keys and values apart, every expert's halves apart; the rest
+    """fp64: GPT-2's transposed projections with queries, keys and values apart, every expert's halves apart, those of
+    gpt_oss column by column; the rest
     by torch's own AdamW with its own rates."""
     ours, theirs, chosen = built(name), built(name), VARIANTS[variant]
     rates = {"matrix_learning_rate": 0.02, "embedding_learning_rate": 0.005}
@@ -239,7 +251,7 @@ def test_hidden_matrices_are_the_layers_projections(name, tied):
     assert all(parameter.ndim < 2 for parameter in vectors.values())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_TYPE)
 def test_matrices_go_apart_and_come_back(name):
     model = built(name)
     for matrices in (*hidden_matrices(model).values(), *hidden_matrices(model, per_head=True).values()):
