@@ -11,6 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+if __name__ == "__main__" and len(sys.argv) == 1:
+    # transformers imports these where they are installed, in a second, and no class of its own is built with them
+    sys.modules.update(dict.fromkeys(("datasets", "scipy", "torchao")))
+
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
