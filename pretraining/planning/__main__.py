@@ -11,8 +11,7 @@ from pretraining.planning.memory.need import MemoryVerb
 from pretraining.planning.parallelism import ParallelismVerb
 from pretraining.planning.scaling_laws import ChinchillaVerb
 from pretraining.planning.search import FitVerb
-from pretraining.planning.setup import FlopsVerb
-from pretraining.planning.sizes import ParametersVerb
+from pretraining.planning.setup import FlopsVerb, ParametersVerb
 
 EPILOG = """examples:
   python -m pretraining.planning flops --recipe 30b

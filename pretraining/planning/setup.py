@@ -30,10 +30,11 @@ from pretraining.planning.sizes import (
     ModelSize,
     flops_per_token,
     frozen_tensors,
+    in_every_layer,
     model_size,
     size_of_recipe,
 )
-from pretraining.recipe import Recipe, accumulation_steps, recipe_schema
+from pretraining.recipe import Recipe, accumulation_steps, load_recipe, recipe_schema
 from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import Model
 from pretraining.recipe.published import read_published
@@ -249,16 +250,21 @@ def add_setup_arguments(parser: argparse.ArgumentParser, on_cluster: bool = Fals
 
     on_cluster: add `--world_size` and `--gpu` too.
     """
+    add_shape_arguments(parser)
     add = parser.add_argument
-    add("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
-    add("--model", metavar="NAME|PATH", help="instead of a recipe: a model of the hub, or its config.json")
-    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value")
     add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
     add("--parameters", type=count, metavar="N", help="instead of a recipe: 7b, 6.7e9")
     add("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
     if on_cluster:
         add("--world_size", type=gpu_count, required=True, metavar="N", help="number of GPUs")
         add("--gpu", required=True, metavar="NAME", help="which kind (see the verb gpus)")
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--recipe", metavar="NAME|PATH", help="a file of recipes/, or a path")
+    add("--model", metavar="NAME|PATH", help="instead of a recipe: a model of the hub, or its config.json")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value")
 
 
 def setup_of(options: argparse.Namespace) -> Setup | BareSize:
@@ -398,3 +404,51 @@ class FlopsVerb:
             Column("all tokens", lambda name: total and total[name], ".3e"),
         )
         return f"{facts(rows)}\n\n{write_table(columns, [name for name in COUNTS if name in per_token])}"
+
+
+PARAMETERS = (
+    Column("name, or pattern of all layers", "name"),
+    Column("parameters", "number", ","),
+    Column("elements of each", "each"),
+    Column("of all", "all", ","),
+    Column("frozen", "frozen", ","),
+)
+
+
+class ParametersVerb:
+    """Names and sizes of a model's parameters, as `model.frozen` names them."""
+
+    EXAMPLES = """  python -m pretraining.planning parameters --recipe 124m
+  python -m pretraining.planning parameters --recipe features/frozen-layers --json
+  python -m pretraining.planning parameters --model recipes/features/files/smollm2.json"""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_shape_arguments(parser)
+        parser.set_defaults(deepspeed=None, tokens=None)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """List every parameter in the order of the modules; a tied one has the name of the embedding."""
+        if bool(options.recipe) == bool(options.model):
+            raise UserError("give one of --recipe NAME and --model NAME")
+        recipe = load_recipe(options.recipe, options.set) if options.recipe else recipe_of_model(options, 1)
+        frozen = {tensor.name for tensor in frozen_tensors(recipe)}
+        parameters = [
+            {"name": each.name, "elements": each.numel, "layer": each.layer, "frozen": each.name in frozen}
+            for each in parameter_tensors(recipe.model)
+        ]
+        return {"name": recipe.name, "parameters": parameters}
+
+    def as_text(self, answer: dict) -> str:
+        families: dict[str, list[dict]] = {}
+        for each in answer["parameters"]:
+            families.setdefault(in_every_layer(each["name"]), []).append(each)
+        rows = []
+        for pattern, members in families.items():
+            sizes = [each["elements"] for each in members]
+            row = {"name": pattern, "number": len(members), "all": sum(sizes)}
+            row["each"] = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
+            rows.append({**row, "frozen": sum(member["frozen"] for member in members) or None})
+        total = sum(each["elements"] for each in answer["parameters"])
+        frozen = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
+        words = f"{total:,} elements in {len(answer['parameters']):,} parameters, {frozen:,} frozen"
+        return f"{answer['name']}: {words}\n\n{write_table(PARAMETERS, rows)}"

@@ -1,6 +1,5 @@
 """Parameters, part by part, and FLOPs per token, in every way the field counts them."""
 
-import argparse
 import fnmatch
 import json
 import re
@@ -23,20 +22,12 @@ from pretraining.planning.shapes import (
     parameter_tensors,
     widths_of,
 )
-from pretraining.recipe import Recipe, load_recipe, model_with_defaults
+from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import ROUTER_COEFFICIENT, is_exact
-from pretraining.runtime.table import Column, write_table
 from pretraining.schema import display_path, listed, problem
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""
-COLUMNS = (
-    Column("name, or pattern of all layers", "name"),
-    Column("parameters", "number", ","),
-    Column("elements of each", "each"),
-    Column("of all", "all", ","),
-    Column("frozen", "frozen", ","),
-)
 
 
 @dataclass(frozen=True)
@@ -155,12 +146,12 @@ def check_rows(recipe: Recipe) -> None:
 def _check_match(recipe: Recipe, key: str, pattern: str, names: list[str]) -> None:
     if not fnmatch.filter(names, pattern):
         what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} parameters"
-        there = list(dict.fromkeys(map(_in_every_layer, names)))
+        there = list(dict.fromkeys(map(in_every_layer, names)))
         near = nearest(pattern, there, 3) or f"; there are {listed(there)}"
         raise problem(display_path(recipe.path), key, f"{what}{near}")
 
 
-def _in_every_layer(name: str) -> str:
+def in_every_layer(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
@@ -253,40 +244,3 @@ def flops_per_token(size: ModelSize, sequence_length: int) -> FlopsPerToken:
         training_causal=round(training - (scores + backward_scores) / 2),
         recomputed=round(behind.layers * (forward - 2 * size.head)),
     )
-
-
-class ParametersVerb:
-    """Names and sizes of a model's parameters, as `model.frozen` names them."""
-
-    EXAMPLES = """  python -m pretraining.planning parameters --recipe 124m
-  python -m pretraining.planning parameters --recipe features/frozen-layers --json"""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
-        add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change a value")
-
-    def answer(self, options: argparse.Namespace) -> dict:
-        """List every parameter in the order of the modules; a tied one has the name of the embedding."""
-        recipe = load_recipe(options.recipe, options.set)
-        frozen = {tensor.name for tensor in frozen_tensors(recipe)}
-        parameters = [
-            {"name": each.name, "elements": each.numel, "layer": each.layer, "frozen": each.name in frozen}
-            for each in parameter_tensors(recipe.model)
-        ]
-        return {"name": recipe.name, "parameters": parameters}
-
-    def as_text(self, answer: dict) -> str:
-        families: dict[str, list[dict]] = {}
-        for each in answer["parameters"]:
-            families.setdefault(_in_every_layer(each["name"]), []).append(each)
-        rows = []
-        for pattern, members in families.items():
-            sizes = [each["elements"] for each in members]
-            row = {"name": pattern, "number": len(members), "all": sum(sizes)}
-            row["each"] = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
-            rows.append({**row, "frozen": sum(member["frozen"] for member in members) or None})
-        total = sum(each["elements"] for each in answer["parameters"])
-        frozen = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
-        words = f"{total:,} elements in {len(answer['parameters']):,} parameters, {frozen:,} frozen"
-        return f"{answer['name']}: {words}\n\n{write_table(COLUMNS, rows)}"

@@ -30,8 +30,8 @@ from pretraining.model.weight_files import open_weights, translated
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.states import state_of
 from pretraining.planning.screen import full_plan
-from pretraining.planning.setup import Setup
-from pretraining.planning.sizes import ParametersVerb, frozen_tensors, trained_tensors
+from pretraining.planning.setup import ParametersVerb, Setup
+from pretraining.planning.sizes import frozen_tensors, trained_tensors
 from pretraining.recipe import load_recipe
 from pretraining.recipe.model import Model
 from tests.gear.finished_data import refusal
@@ -437,7 +437,8 @@ def test_the_plan_counts_frozen_weights_as_weights_alone():
         assert 0.3 < after["training_flops"] / before["training_flops"] < 0.95
         assert 0.3 < after["forecast"]["seconds"] / before["forecast"]["seconds"] < 0.95
         assert after["forecast"]["mfu"] < 0.8
-    listed = ParametersVerb().answer(SimpleNamespace(recipe="features/gpt2", set=settings))["parameters"]
+    options = SimpleNamespace(recipe="features/gpt2", model=None, set=settings)
+    listed = ParametersVerb().answer(options)["parameters"]
     assert sum(each["elements"] for each in listed if each["frozen"]) == frozen and len(listed) == 52
     message = refusal(frozen_tensors, load_recipe("features/gpt2", ['model.frozen=["transformer.wte"]']))
     assert 'model.frozen.0: is "transformer.wte", which matches none' in message

@@ -166,6 +166,7 @@ MISTAKES = {
     "gpus --gpu H1000": "the nearest are",
     "cost --recipe 7b --world_size 8 --gpu H1000": "the nearest are",
     "cost --recipe 7b --world_size 8": "--gpu",
+    "parameters": "give one of --recipe NAME and --model NAME",
     "cost --parameters 7b --tokens=-5 --world_size 8 --gpu H100": "must be a positive number",
     "cost --parameters nan --tokens 5b --world_size 8 --gpu H100": "must be a positive number",
     "cost --parameters 1e40 --tokens 5b --world_size 8 --gpu H100": "below 1e+33",
