@@ -43,7 +43,12 @@ def main() -> int:
         "--minutes", type=float, default=45, help="begin no piece after so many (default: 45)"
     )
     parser.add_argument("--recipe", default="124m", help="trained at every stage (default: 124m)")
-    parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "first_hour")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=REPOSITORY / "runs" / "first_hour",
+        help="for logs and what became of each piece (default: runs/first_hour)",
+    )
     parser.add_argument("--small", action="store_true", help="small shapes, on a CPU")
     parser.add_argument("--list", action="store_true", help="show the pieces and what became of them")
     options = parser.parse_args()
@@ -53,7 +58,8 @@ def main() -> int:
         return 2
     pieces = pieces_of(options, gpus)
     began = time.monotonic()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    if not options.list:
+        options.folder.mkdir(parents=True, exist_ok=True)
     for number, piece in enumerate(pieces, 1):
         kept = options.folder / f"{piece.name}.json"
         state = json.loads(kept.read_text()) if kept.exists() else None

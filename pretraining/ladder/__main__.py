@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pretraining.command_line import (
     OneLineParser,
     add_data_source,
@@ -28,6 +30,7 @@ from pretraining.ladder.answers import (
     ladder_payload,
 )
 from pretraining.ladder.family import Choices, family_of
+from pretraining.ladder.fit import check_enough
 from pretraining.ladder.rungs import Rung, commands_of, costs_of, measured, rungs_of
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
@@ -80,6 +83,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         # all of them are checked before a file is written
         members = family_of(target, choices, folder.absolute() / "recipes")
         rungs = rungs_of(members, folder, options)
+        check_enough(np.array([[rung.member.parameters, rung.tokens] for rung in rungs], dtype=float).T)
         costs = costs_of(rungs, target, options.gpu and find_gpu(options.gpu), choices.world_size)
         if options.plan:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))

@@ -31,6 +31,19 @@ SIGNAL = 0.8
 """Share of a score's variance that the loss must explain (R squared)."""
 
 
+def check_enough(points: np.ndarray) -> None:
+    """Refuse points that no law can be fitted to. points: [sizes and tokens, runs], rows behind them are not read."""
+    if _is_enough(points):
+        return
+    counts = [len(np.unique(row)) for row in points[:2]]
+    distinct = np.unique(points[:2], axis=1).shape[1]
+    raise UserError(
+        f"the ladder cannot be fitted: its {points.shape[1]} runs with a loss, {distinct} of them different, have "
+        f"{counts[0]} sizes and {counts[1]} token counts; it needs {FEWEST} of each and {FEWEST_POINTS} different "
+        "runs: add --sizes or --points, or start those that failed or diverged again with another rate"
+    )
+
+
 def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> LossFit:
     """Fit L(N, D) = E + A / N^alpha + B / D^beta by Huber's loss on logarithms, from many starts.
 
@@ -43,14 +56,7 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
     """
     points = np.array([parameters, tokens, losses], dtype=float)
     points = points[:, np.isfinite(points).all(axis=0) & (points > 0).all(axis=0)]
-    if not _is_enough(points):
-        counts = [len(np.unique(row)) for row in points[:2]]
-        distinct = np.unique(points[:2], axis=1).shape[1]
-        raise UserError(
-            f"the ladder cannot be fitted: its {points.shape[1]} runs with a loss, {distinct} of them different, have "
-            f"{counts[0]} sizes and {counts[1]} token counts; it needs {FEWEST} of each and {FEWEST_POINTS} different "
-            "runs: add --sizes or --points, or start those that failed or diverged again with another rate"
-        )
+    check_enough(points)
     middle = np.log(points[:2]).mean(axis=1)
     logs, target = np.log(points[:2]) - middle[:, None], np.log(points[2])
     # where the loss begins to grow straight follows from the noise, once that is known

@@ -181,8 +181,11 @@ def in_short(answer: dict) -> str:
         return f"{memory}; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     prices = [price["dollars"] for price in speed["cost"]["prices"]]
-    costs = dollars(min(prices)) if prices else "no price known"
-    return f"{fits}; {duration(speed['seconds'])}, {costs}{estimated(speed, ' ({})')}; {disk}"
+    # what a first run should show: the estimate below it is that of wide kernels
+    slower = speed["mfu"] / speed["expected"]["mfu"] if speed["expected"] else 1.0
+    time = duration(slower * speed["seconds"]) + (" expected" if speed["expected"] else "")
+    costs = dollars(slower * min(prices)) if prices else "no price known"
+    return f"{fits}; {time}, {costs}{estimated(speed, ' ({})')}; {disk}"
 
 
 def run_line(plan: RunPlan, folder: str, device: str) -> str:

@@ -131,6 +131,8 @@ def _parser(word: str, output: str | None = None) -> argparse.ArgumentParser:
 
 def _output(options: argparse.Namespace, name: str) -> Path:
     """Return --output, else the file of this name in the folder of the only run."""
+    if missing := [run for run in options.runs if not run.exists()]:
+        raise UserError(f"{missing[0]}: no such folder, and no command; --help lists both")
     if options.output is None and len(options.runs) > 1:
         raise UserError("several runs in one file: say where it goes with --output FILE")
     return options.output or options.runs[0] / name

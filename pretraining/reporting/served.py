@@ -12,7 +12,9 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -344,6 +346,8 @@ def serve(place: str, host: str, port: int) -> None:
     Raises `UserError`: there is no such place, or the address of this machine cannot be used.
     """
     refuse_slips(place, "--serve")
+    # uvicorn raises the signal that ended it once more: SIGTERM would leave the folder behind
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as kept:
         store = StoredRuns(place.rstrip("/"), Path(kept)) if is_remote(place) else None
         runs = Runs(Path(kept, "ends") if store else Path(place), store)

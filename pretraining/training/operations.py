@@ -7,6 +7,7 @@ that rolls back trains several times, and its end comes after training.
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from pretraining.errors import UserError
 from pretraining.recipe.sections import Prometheus
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.notices import EVENTS
@@ -42,6 +44,8 @@ LOGGED = {
 """{name behind `pretraining_`: its metric in metrics.jsonl}"""
 STATES = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave_up", "failed": "failed"}
 """{event of the run: the state after it}; before them it is running."""
+LEAST_MILLISECONDS = 100
+"""Between two sends."""
 RECEIVER_SECONDS = 5
 """How long a receiver may take, and how long the end of a run waits for it."""
 
@@ -189,6 +193,7 @@ class OpenTelemetryNumbers(Numbers):
         resource = Resource.create({"service.name": "pretraining"})
         self.provider = MeterProvider([reader], resource, shutdown_on_exit=False)
         self.wake, self.sent = threading.Event(), threading.Event()
+        self.seconds = _interval_seconds()
 
     def open(self) -> None:
         threading.Thread(target=self._send_again_and_again, name=self.name, daemon=True).start()
@@ -197,9 +202,8 @@ class OpenTelemetryNumbers(Numbers):
         return self.provider.get_meter("pretraining").create_gauge(name, description=what).set
 
     def _send_again_and_again(self) -> None:
-        seconds = float(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL") or 15_000) / 1000
         while True:
-            self.wake.wait(seconds)
+            self.wake.wait(self.seconds)
             self.wake.clear()
             with suppress(Exception):
                 self.set_gauges()  # a gauge is sent once for each time that it is set
@@ -213,6 +217,16 @@ class OpenTelemetryNumbers(Numbers):
             self.sent.wait(RECEIVER_SECONDS)
         if self.has_failed:
             raise ConnectionError("the receiver did not take the last numbers")
+
+
+def _interval_seconds() -> float:
+    """Read how often OpenTelemetry's numbers are sent, from the variable of its specification, in milliseconds."""
+    name = "OTEL_METRIC_EXPORT_INTERVAL"
+    text = os.environ.get(name) or "15000"
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < LEAST_MILLISECONDS:
+        what = f"{name}: {text!r} is no number of milliseconds from {LEAST_MILLISECONDS} on, such as 15000"
+        raise UserError(f"{what}; mend or unset it")
+    return int(text) / 1000
 
 
 OPERATIONS = {"prometheus": PrometheusNumbers, "opentelemetry": OpenTelemetryNumbers}

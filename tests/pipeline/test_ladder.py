@@ -285,7 +285,8 @@ WRONG = {
     "--plan --show": "starts nothing; leave out the other",
     "--widths 20,20.5": "write numbers above 0",
     "--set model.n_embd=x": "model.n_embd",
-    "--plan --widths 16,24 --gpu X9": "X9",
+    "--plan --widths 16,24": "have 2 sizes and",
+    "--plan --widths 16,24,32 --gpu X9": "X9",
 }
 
 

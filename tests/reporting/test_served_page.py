@@ -28,8 +28,8 @@ SECRET = "this lies outside"
 class Server:
     """A server in a process of its own, on a port that was free."""
 
-    def __init__(self, folder, *more: str) -> None:
-        self.started = Started([*SERVE, folder, "--port", "0", *more])
+    def __init__(self, folder, *more: str, **variables: str) -> None:
+        self.started = Started([*SERVE, folder, "--port", "0", *more], **variables)
         self.said = self.started.process.stdout.readline()
         self.link = self.started.process.stdout.readline().split()[-1]
         self.port = int(re.search(r":(\d+)/", self.link)[1])
@@ -194,6 +194,20 @@ def test_a_long_run_is_shown_at_once_and_then_whole(tmp_path):
         server.started.kill()
     assert finished.code == 128 + signal.SIGINT and not finished.strays
     assert "Traceback" not in finished.stderr and finished.stderr.endswith("interrupted\n"), finished.stderr
+
+
+def test_sigterm_leaves_no_folder_behind(tmp_path):
+    """As a service manager ends it."""
+    for name in ("runs", "temporary"):
+        (tmp_path / name).mkdir()
+    server = Server(tmp_path / "runs", TMPDIR=str(tmp_path / "temporary"))
+    try:
+        server.started.process.terminate()
+        finished = server.started.finish()
+    finally:
+        server.started.kill()
+    assert finished.code == 128 + signal.SIGTERM and "Traceback" not in finished.stderr, finished.output
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_the_runs_of_a_store_are_listed_and_opened(tmp_path):

@@ -228,3 +228,14 @@ def test_low_use_is_an_alert_once_for_each_stretch(tmp_path):
     assert (
         "small has had mfu 0.29 for 40 steps at step 70, below 0.3" in notice_of("small", run, row)["message"]
     )
+
+
+@pytest.mark.parametrize("text", ["15s", "0", "-1", "1e3", "abc"])
+def test_a_wrong_interval_is_one_line_at_the_start(monkeypatch, tmp_path, text):
+    """In place of a thread that dies, or never waits."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", text)
+    with pytest.raises(
+        UserError, match=f"OTEL_METRIC_EXPORT_INTERVAL: '{text}' is no number of milliseconds"
+    ):
+        OPERATIONS["opentelemetry"](RunFolder(tmp_path), Prometheus())
