@@ -52,6 +52,7 @@ def initial_weights(
     training = Training({**SMALL_RECIPE["training"], "bf16": bf16})
     recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=10, path="small.json")
     recipe.speed, recipe.extensions = Speed(compile="none"), []
+    recipe.model, recipe.weights = model, Weights()
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
     groups = rank_groups(degrees_of(ds_config))
