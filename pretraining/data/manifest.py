@@ -56,11 +56,14 @@ _DTYPE = {"type": "string", "enum": ["uint16", "uint32"]}
 _SPLIT = object_of({**_COUNTS, "dtype": _DTYPE, "checksum": DIGEST, "shards": _SHARDS})
 _SOURCES = {"type": "array", "items": {"type": "object"}}
 _VALIDATION = {**object_of({"sources": _SOURCES}), "type": ["object", "null"]}
+_FILTERS = {"type": ["array", "null"], "items": {"type": "object"}}
 _TOKENIZER = {"vocab_size": COUNT, "fingerprint": DIGEST}
 _REQUIRED = {
     "name": {"type": "string"},
     "fingerprint": DIGEST,
-    "data": object_of({"sources": _SOURCES, "tokenizer": {}}, {"validation": _VALIDATION}),
+    "data": object_of(
+        {"sources": _SOURCES, "tokenizer": {}}, {"validation": _VALIDATION, "filters": _FILTERS}
+    ),
     "tokenizer": object_of(_TOKENIZER, {"eos_token_id": COUNT, "files": {"type": "object"}}),
     "splits": {
         "type": "object",
