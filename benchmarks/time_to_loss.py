@@ -118,7 +118,7 @@ def plain_loop(*words: str) -> dict:
     recipe = load_recipe(GPT2, [f"training.seed={int(seed)}"])
     data = open_prepared(recipe, REPOSITORY / "data")
     samples, validation = build_training_dataset(data, recipe, 0), Validation(data.validation, recipe)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.model.to_dict()))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.model))
     decayed = [p for p in model.parameters() if p.ndim > 1]
     groups = [
         {"params": decayed, "weight_decay": 0.1},
