@@ -108,11 +108,11 @@ def plain_loop(*words: str) -> dict:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pretraining.data.documents import stack_blocks
     from pretraining.data.packed_dataset import build_training_dataset
     from pretraining.data.prepared import open_prepared
     from pretraining.evaluation.validation import Validation
     from pretraining.recipe import load_recipe
+    from pretraining.training.arguments import collate_blocks
 
     torch.manual_seed(int(seed))
     recipe = load_recipe(GPT2, [f"training.seed={int(seed)}"])
@@ -131,7 +131,7 @@ def plain_loop(*words: str) -> dict:
         cosine = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * share)) / 2
         for group in optimizer.param_groups:
             group["lr"] = peak * cosine * min(1.0, share / WARMUP_SHARE)
-        batch = stack_blocks(samples.__getitems__(list(range(step * size, (step + 1) * size))))
+        batch = collate_blocks(samples.__getitems__(list(range(step * size, (step + 1) * size))))
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         loss.backward()
