@@ -131,7 +131,8 @@ def plain_loop(*words: str) -> dict:
         cosine = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * share)) / 2
         for group in optimizer.param_groups:
             group["lr"] = peak * cosine * min(1.0, share / WARMUP_SHARE)
-        batch = collate_blocks(samples.__getitems__(list(range(step * size, (step + 1) * size))))
+        places = [place % len(samples) for place in range(step * size, (step + 1) * size)]
+        batch = collate_blocks(samples.__getitems__(places))
         logits = model(input_ids=batch["input_ids"], use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         loss.backward()
