@@ -57,7 +57,7 @@ def main() -> int:
         print("error: no GPU here; --small tries the path on a CPU", file=sys.stderr)
         return 2
     pieces = pieces_of(options, gpus)
-    began = time.monotonic()
+    began, failed = time.monotonic(), False
     if not options.list:
         options.folder.mkdir(parents=True, exist_ok=True)
     for number, piece in enumerate(pieces, 1):
@@ -65,6 +65,7 @@ def main() -> int:
         state = json.loads(kept.read_text()) if kept.exists() else None
         head = f"[{number}/{len(pieces)}] {piece.name}: {piece.shows}"
         if options.list or state is not None:
+            failed |= state is not None and state["code"] != 0
             print(f"{head}: {words_of(state)}", flush=True)
             continue
         if piece.gpus > gpus and not options.small:
@@ -78,13 +79,14 @@ def main() -> int:
             return 75
         print(head, flush=True)
         state = run(piece, options.folder)
+        failed |= state["code"] != 0
         # written when it has ended: a piece that was killed begins again
         kept.with_suffix(".tmp").write_text(json.dumps(state, indent=2))
         kept.with_suffix(".tmp").replace(kept)
         print(f"    {words_of(state)}", flush=True)
     if not options.list:
         print_comparison(options.folder)
-    return 0 if options.list or all(ended_well(options.folder, piece) for piece in pieces) else 1
+    return 1 if failed and not options.list else 0
 
 
 def num_gpus() -> int:
@@ -95,9 +97,8 @@ def num_gpus() -> int:
 
 def pieces_of(options: argparse.Namespace, gpus: int) -> list[Piece]:
     """Return the pieces for this machine, the most valuable first."""
-    python, ranks = sys.executable, str(max(gpus, 2) if options.small else max(gpus, 1))
+    python, ranks = sys.executable, str(2 if options.small else max(gpus, 1))
     launched = (python, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}")
-    script = lambda name, *words: (python, f"benchmarks/{name}.py", *words)  # noqa: E731
     keep = () if options.small else ("--keep",)
     tests = ("tests/training/test_gpu.py", *(() if options.small else ("-m", "gpu")))
     if options.small:
@@ -132,7 +133,7 @@ def pieces_of(options: argparse.Namespace, gpus: int) -> list[Piece]:
     found.append(Piece("text", text, (python, "data_prep.py", "--recipe", "features/gpt2"), gpus=0))
     for shape, words in steps.items():
         what = f"a step of {shape} beside a plain loop of PyTorch on the same tokens"
-        found.append(Piece(f"step_{shape}", what, script("train_step", *words, *keep)))
+        found.append(Piece(f"step_{shape}", what, (python, "benchmarks/train_step.py", *words, *keep)))
     peak_words = (python, *peaks, *keep) if options.small else (*launched, *peaks, *keep)
     found.append(Piece("memory", "peak memory beside the plan", peak_words))
     data = ("--data_dir", str(options.folder / "data"))
@@ -179,11 +180,6 @@ def words_of(state: dict | None) -> str:
         return "not done"
     how = "done" if state["code"] == 0 else f"ended with code {state['code']}: {state['last']}"
     return f"{how}, {state['seconds']:g} s"
-
-
-def ended_well(folder: Path, piece: Piece) -> bool:
-    kept = folder / f"{piece.name}.json"
-    return not kept.exists() or json.loads(kept.read_text())["code"] == 0
 
 
 def print_comparison(folder: Path) -> None:

@@ -11,14 +11,21 @@ GPU, in fp32 on a CPU. Each rate is the median of some samples after a load.
 """
 
 import statistics
-import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gear import is_rank, parser_of, record
 
-from pretraining.doctor.rates import Products, largest_of_ranks, now_of_device, round_of_products
+from pretraining.doctor.rates import (
+    Products,
+    bus_bandwidth,
+    largest_of_ranks,
+    now_of_device,
+    round_of_products,
+    rounds_within,
+)
 from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
 
 WIDTHS, HEADS, LENGTHS = (512, 768, 1024, 2048, 4096, 8192), (64, 128), (512, 1024, 2048, 4096, 8192, 16384)
@@ -52,7 +59,7 @@ def main() -> None:
             "value": [
                 {
                     "head_size": head,
-                    "shares": [attention_rate(head, length, shapes) for length in shapes["lengths"]],
+                    "value": [attention_rate(head, length, shapes) for length in shapes["lengths"]],
                 }
                 for head in shapes["heads"]
             ],
@@ -65,21 +72,11 @@ def main() -> None:
         record("rates", values, options.keep)
 
 
-def rate_of(work, amount: float) -> float:
+def rate_of(work: Callable[[], object], amount: float) -> float:
     """Return how much of `amount` a second, three digits, on the slowest rank; `work` is repeated."""
-    began, calls = time.perf_counter(), 0
-    while time.perf_counter() - began < LOAD_SECONDS:
-        work()
-        calls += 1
-        now_of_device()
-    repeats = max(1, round(calls * SAMPLE_SECONDS / LOAD_SECONDS))
-    seconds = []
-    for _ in range(SAMPLES):
-        began = now_of_device()
-        for _ in range(repeats):
-            work()
-        seconds.append((now_of_device() - began) / repeats)
-    middle = statistics.median(seconds)
+    rounds_within(LOAD_SECONDS, work, ON_GPU)
+    found = [rounds_within(SAMPLE_SECONDS, work, ON_GPU) for _ in range(SAMPLES)]
+    middle = statistics.median(seconds / done for done, seconds in found)
     if dist.is_initialized():
         [middle] = largest_of_ranks(middle)
     return float(f"{amount / middle:.3g}")
@@ -129,14 +126,14 @@ def copy_rates(shapes: dict) -> dict[str, float]:
 def message_rate(shapes: dict) -> float:
     """Bytes a second that each rank sends in an all-reduce."""
     size = MESSAGE_BYTES if ON_GPU else 1 << 20
-    numbers, ranks = torch.zeros(size // 4, device=DEVICE), dist.get_world_size()
+    numbers = torch.zeros(size // 4, device=DEVICE)
     # as long as the slowest rank: all make as many calls
     dist.all_reduce(numbers)
     began = now_of_device()
     for _ in range(SAMPLES):
         dist.all_reduce(numbers)
     [seconds] = largest_of_ranks((now_of_device() - began) / SAMPLES)
-    return float(f"{2 * (ranks - 1) / ranks * size / seconds:.3g}")
+    return float(f"{bus_bandwidth('all-reduce', size, seconds, dist.get_world_size()):.3g}")
 
 
 if __name__ == "__main__":

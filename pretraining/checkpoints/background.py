@@ -57,7 +57,7 @@ from pretraining.runtime.process_group import (
 from pretraining.runtime.run_folder import RunFolder
 
 _PAUSE_SECONDS = 0.01  # between two exchanges of the ranks while training waits
-LAST_WAIT_SECONDS = 900  # of a rank that ends with an error, for the save in flight
+_LAST_WAIT_SECONDS = 900  # of a rank that ends with an error, for the save in flight
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
 DONE, WRITING, FAILED = 0, 1, 2
@@ -156,9 +156,9 @@ class CheckpointWriter:
     def wait_for_marker(self) -> None:
         """Wait, without the other ranks, until the save in flight counts or has failed: this rank is about to die.
 
-        No longer than LAST_WAIT_SECONDS: another rank may have died with its part unwritten.
+        No longer than _LAST_WAIT_SECONDS: another rank may have died with its part unwritten.
         """
-        save, until = self._flight, time.monotonic() + LAST_WAIT_SECONDS
+        save, until = self._flight, time.monotonic() + _LAST_WAIT_SECONDS
         while save is not None and not save.failed and time.monotonic() < until:
             if (save.folder / MARKER).exists():
                 return

@@ -108,7 +108,7 @@ SHAPES: dict[str, Any] = {
         },
         "expected": {
             "products": {"widths": NUMBERS, "value": NUMBERS},
-            "attention": {"lengths": NUMBERS, "value": [{"head_size": POSITIVE, "shares": NUMBERS}]},
+            "attention": {"lengths": NUMBERS, "value": [{"head_size": POSITIVE, "value": NUMBERS}]},
             "memory": _value(SHARE),
             "gaps": _value(FRACTION),
         },

@@ -415,15 +415,20 @@ def mfu_words(answer: dict) -> str:
     return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) {less}"
 
 
+def seconds_and_dollars(answer: dict) -> tuple[float, float | None]:
+    """Return what a run takes and costs at its expected MFU, else at the estimate; None dollars without a price."""
+    slower = answer["mfu"] / answer["expected"]["mfu"] if answer["expected"] else 1.0
+    prices = [price["dollars"] for price in answer["cost"]["prices"]]
+    return slower * answer["seconds"], slower * min(prices) if prices else None
+
+
 def expected_rows(answer: dict) -> list[tuple[str, str]]:
     """Write what to expect beside an estimate that has one rate for all shapes."""
     if not (expected := answer["expected"]):
         return []
-    slower, prices = answer["mfu"] / expected["mfu"], answer["cost"]["prices"]
-    # sorted, the cheapest first
-    money = f", {dollars(slower * prices[0]['dollars'])}" if prices else ""
-    time = duration(slower * answer["seconds"])
-    return [("expected", f"MFU {expected['mfu']:.0%}: {time}{money}, by {expected['source']}")]
+    seconds, cost = seconds_and_dollars(answer)
+    time = duration(seconds) + ("" if cost is None else f", {dollars(cost)}")
+    return [("expected", f"MFU {expected['mfu']:.0%}: {time}, by {expected['source']}")]
 
 
 def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:

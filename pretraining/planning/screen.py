@@ -18,6 +18,7 @@ from pretraining.planning.costs import (
     forecast,
     mfu_words,
     scaling_rows,
+    seconds_and_dollars,
     write_words,
 )
 from pretraining.planning.gate import check_plan
@@ -180,11 +181,10 @@ def in_short(answer: dict) -> str:
         memory = f"{alone} of memory for each process without GPUs, {num_bytes(need)} on each GPU"
         return f"{memory}; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
-    prices = [price["dollars"] for price in speed["cost"]["prices"]]
     # what a first run should show: the estimate below it is that of wide kernels
-    slower = speed["mfu"] / speed["expected"]["mfu"] if speed["expected"] else 1.0
-    time = duration(slower * speed["seconds"]) + (" expected" if speed["expected"] else "")
-    costs = dollars(slower * min(prices)) if prices else "no price known"
+    seconds, cost = seconds_and_dollars(speed)
+    time = duration(seconds) + (" expected" if speed["expected"] else "")
+    costs = "no price known" if cost is None else dollars(cost)
     return f"{fits}; {time}, {costs}{estimated(speed, ' ({})')}; {disk}"
 
 

@@ -272,14 +272,16 @@ def expected_rates(setup: Setup, gpu: Gpu, precision: str, results: Path = RESUL
     are of the recipe's shapes already.
     """
     at_best, shares = sustained_rates(gpu, precision, setup.world_size), table("rates")["expected"]
-    rows = [row for row in _rows_of(gpu, "products", results) if not row["small"]]
+    rows = [
+        row for row in _rows_of(gpu, "products", results) if row["benchmark"] == "rates" and not row["small"]
+    ]
     measured = max(rows, key=lambda row: row["when"]) if rows and precision in SIXTEEN_BIT_NAMES else None
     products, attention = ((measured or shares)[name] for name in ("products", "attention"))
     # the widest heads of the table that are no wider than the model's
     by_head = sorted(attention["value"], key=lambda row: row["head_size"])
     row = next((row for row in reversed(by_head) if row["head_size"] <= setup.widths.head_size), by_head[0])
     of_products = _between(products["widths"], products["value"], setup.widths.hidden)
-    of_attention = _between(attention["lengths"], row["shares"], setup.recipe.sequence_length)
+    of_attention = _between(attention["lengths"], row["value"], setup.recipe.sequence_length)
     if measured:
         return Rates(of_products, of_attention, measured["memory"], measured["when"])
     return replace(

@@ -26,9 +26,9 @@ from pretraining.runtime.wall_time import Goodput, Price
 from pretraining.training.throughput import (
     PAUSES,
     GpuReadings,
-    LowUse,
     SpeedMeter,
     Stragglers,
+    UseWatch,
     of_all_ranks,
     time_optimizer,
 )
@@ -57,7 +57,7 @@ class MetricsCallback(TrainerCallback):
         speed: SpeedMeter,
         tokens_per_epoch: Callable[[], int | None],
         price: Price | None = None,
-        low_use: LowUse | None = None,
+        low_use: UseWatch | None = None,
     ) -> None:
         self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
         self.price, self.low_use = price, low_use

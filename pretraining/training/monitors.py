@@ -36,7 +36,7 @@ from pretraining.training.metrics import MetricsCallback, ProgressCallback, Sour
 from pretraining.training.profile import PeakMemory, ProfileCallback
 from pretraining.training.stability import Instability, StabilityMonitor
 from pretraining.training.stopping import EarlyStopping, StopRequests
-from pretraining.training.throughput import LowUse, SpeedMeter
+from pretraining.training.throughput import SpeedMeter, UseWatch
 from pretraining.training.trackers import build_trackers
 
 _MOST_SAMPLES = 16
@@ -76,7 +76,7 @@ class RunMonitors:
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
         price = price_of(recipe.report.dollars_per_gpu_hour, plan.machine.gpu if plan.machine else None)
-        use = recipe.monitors.low_use and LowUse(recipe.monitors.low_use, plan.predicted.get("mfu"))
+        use = recipe.monitors.low_use and UseWatch(recipe.monitors.low_use, plan.predicted.get("mfu"))
         self.metrics = MetricsCallback(run, self.speed, lambda: dataset.tokens_per_epoch, price, use)
         report_to, project = recipe.training.report_to, recipe.training.get("project")
         self.trackers = build_trackers(report_to, run, recipe.name, project, recipe.monitors.prometheus)

@@ -24,7 +24,7 @@ from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.sizes import flops_per_token, size_of_recipe
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
-from pretraining.recipe.sections import LowUse as LowUseSettings
+from pretraining.recipe.sections import LowUse
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size
 
 PAUSES = ("evaluation", "saving")
@@ -265,10 +265,10 @@ class Stragglers:
         return found
 
 
-class LowUse:
+class UseWatch:
     """Look whether the use of the GPUs, or the MFU beside the plan's, is low for many steps (`monitors.low_use`)."""
 
-    def __init__(self, settings: LowUseSettings, planned_mfu: float | None) -> None:
+    def __init__(self, settings: LowUse, planned_mfu: float | None) -> None:
         self.steps = settings.steps
         self.least = {
             "hardware/gpu_utilization": settings.gpu_utilization,

@@ -189,9 +189,10 @@ class SampleTexts(TrainerCallback):
         self.seen = self._size()
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
-        if not state.is_world_process_zero or self._size() == self.seen:
+        size = self._size() if state.is_world_process_zero else self.seen
+        if size == self.seen:
             return
-        self.seen = self._size()
+        self.seen = size
         if now := [row for row in read_rows(self.run.samples) if row.get("step") == state.global_step]:
             self.show(self.callback, now)
 

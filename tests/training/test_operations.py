@@ -10,14 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from pretraining.errors import UserError
-from pretraining.recipe.sections import LowUse as Settings
-from pretraining.recipe.sections import Prometheus
+from pretraining.recipe.sections import LowUse, Prometheus
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.notices import EVENTS, notice_of
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training import operations
 from pretraining.training.operations import OPERATIONS
-from pretraining.training.throughput import LowUse
+from pretraining.training.throughput import UseWatch
 from pretraining.training.trackers import PACKAGES, build_trackers
 from tests.gear.runs import Run, Started, free_port
 from tests.gear.served import Served
@@ -212,7 +211,7 @@ def test_a_missing_library_is_one_line_at_the_start(tmp_path, monkeypatch, name)
 
 def test_low_use_is_an_alert_once_for_each_stretch(tmp_path):
     """Of the GPUs and of the MFU beside the plan's, after so many steps in a row; a notice has it in words."""
-    low = LowUse(Settings(steps=30), planned_mfu=0.5)
+    low = UseWatch(LowUse(steps=30), planned_mfu=0.5)
     busy, idle = {"hardware/gpu_utilization": 0.9}, {"hardware/gpu_utilization": 0.2}
     slow = {**busy, "throughput/mfu": 0.29}
     assert not low.judge(idle, 20) and not low.judge(busy, 10) and not low.judge(idle, 20)
@@ -220,7 +219,7 @@ def test_low_use_is_an_alert_once_for_each_stretch(tmp_path):
     assert not low.judge(idle, 100) and not low.judge(slow, 20)
     (found,) = low.judge(slow, 20)
     assert found == {"of": "mfu", "value": 0.29, "least": 0.3, "steps": 40}
-    assert not LowUse(Settings(steps=1, gpu_utilization=None), planned_mfu=None).judge({**idle, **slow}, 9)
+    assert not UseWatch(LowUse(steps=1, gpu_utilization=None), planned_mfu=None).judge({**idle, **slow}, 9)
     run = RunFolder(tmp_path / "run")
     run.add_event("low_use", step=70, **found)
     (row,) = read_rows(run.events)
