@@ -184,17 +184,14 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
         progress.schedule_place(step, recipe.schedule_counts_tokens)
         for step in (progress.step, progress.last_step)
     )
-    kind, kwargs = training.lr_scheduler_type, training.lr_scheduler_kwargs or {}
+    kind = training.lr_scheduler_type
     if kind not in STABLE:
         raise UserError(
             f"{checkpoint}: its rate is never stable (training.lr_scheduler_type is {kind}); a decay begins from "
             f"{', '.join(STABLE)}"
         )
-    warmup, end = 0 if kind == "constant" else recipe.warmup_steps(total), total
-    if kind == DECAYING:
-        # The stable steps if the recipe gives them; else all that the decay at the end leaves.
-        stable_steps = kwargs.get("num_stable_steps")
-        end = total - kwargs["num_decay_steps"] if stable_steps is None else warmup + stable_steps
+    warmup, decay_start = 0 if kind == "constant" else recipe.warmup_steps(total), recipe.decay_start(total)
+    end = total if decay_start is None else decay_start
     if not warmup <= now <= end:
         span = f"from step {warmup:,} to {end:,}"
         if recipe.schedule_counts_tokens:

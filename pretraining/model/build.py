@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -196,7 +196,7 @@ def build_model(
     built.loss_type = None
     if speed.fp8 != "none":
         # Before the model is compiled, so that the graphs contain the fp8 products.
-        convert_products(built, speed.fp8)
+        convert_products(built, speed)
     if speed.recompute == "operators":
         keep_products(built)
     compile_model(built, speed, groups.degrees)
@@ -395,7 +395,7 @@ class FirstPass:
         return result
 
 
-def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = False) -> int:
+def convert_products(model: PreTrainedModel, speed: Speed, emulate: bool = False) -> int:
     """Let the linear layers of the blocks multiply in fp8 while they are trained; return how many there are.
 
     Weights, optimizer and everything between the products stay as they are. Validations and samples do not use fp8,
@@ -408,34 +408,25 @@ def convert_products(model: PreTrainedModel, recipe_name: str, emulate: bool = F
         emulate: compute slowly what the kernels would, on a machine that has none.
     """
     float8 = require("torchao.float8", "speed.fp8")
-    config = float8.Float8LinearConfig.from_recipe_name(recipe_name)
+    from pretraining.upstream.fp8 import Fp8InTraining
+
+    config = float8.Float8LinearConfig.from_recipe_name(speed.fp8)
     config = dataclasses.replace(config, emulate=emulate)
-    in_blocks = {id(layer) for block in blocks_of(model) for layer in block.modules()}
+    blocks = list(blocks_of(model))
+    block_of = {id(layer): number for number, block in enumerate(blocks) for layer in block.modules()}
     chosen = [
         name
         for name, layer in model.named_modules()
         # Not isinstance: a subclass may compute something else. The kernels take sides of such multiples.
-        if id(layer) in in_blocks
-        and type(layer) is nn.Linear
+        if type(layer) is nn.Linear
         and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+        and id(layer) in block_of
+        and speed.is_in_fp8(name, block_of[id(layer)], len(blocks))
     ]
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     for layer in map(model.get_submodule, chosen):
-        layer.__class__ = _fp8_in_training(type(layer))  # a wrapper would change the parameters' names
+        layer.__class__ = Fp8InTraining  # a wrapper would change the parameters' names
     return len(chosen)
-
-
-@cache
-def _fp8_in_training(fp8_linear: type[nn.Linear]) -> type[nn.Linear]:
-    """Derive a class of layers that are torchao's while they are trained, and torch's otherwise."""
-
-    class Fp8InTraining(fp8_linear):
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                return super().forward(rows)
-            return nn.functional.linear(rows, self.weight, self.bias)
-
-    return Fp8InTraining
 
 
 def keep_products(model: PreTrainedModel) -> None:

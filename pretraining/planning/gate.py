@@ -76,7 +76,7 @@ def check_plan(setup: Setup, machine: Machine) -> Verdict:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(setup, machine)
-    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients, _borders)]
+    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients, _borders, _fp8)]
     # these remedies change the curve, which a run that continues may not
     if not machine.continues:
         warnings += [*_curve_warnings(case), _repeats(case), _unbalanced(case)]
@@ -308,6 +308,17 @@ def _experts(case: _Case) -> Objection | None:
         return Objection(what, "--deepspeed zero1, which keeps them in bf16")
     # this remedy changes the precision, and with it the curve
     return None if case.machine.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
+
+
+def _fp8(case: _Case) -> Objection | None:
+    """Refuse fp8 on a GPU that `check_speed` refuses at the start."""
+    fp8, gpu = case.recipe.speed.fp8, case.machine.gpu
+    if fp8 == "none" or gpu is None or gpu.architecture.startswith(("Hopper", "Blackwell")):
+        return None
+    return Objection(
+        f"speed.fp8 {fp8} needs Hopper or later, and {gpu.name} is of {gpu.architecture}",
+        "--set speed.fp8=none",
+    )
 
 
 def _borders(case: _Case) -> Objection | None:

@@ -38,7 +38,7 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import count_model, family_of
-from pretraining.planning.sizes import frozen_tensors
+from pretraining.planning.sizes import fp8_tensors, frozen_tensors
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
@@ -124,6 +124,7 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
+        "fp8": fp8_words(recipe),
         "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recipe.training.recomputed_one_in, recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
@@ -155,6 +156,15 @@ def _parts_words(plan: RunPlan) -> str:
     active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
     frozen = sum(tensor.numel for tensor in frozen_tensors(plan.setup.recipe))
     return active + (f", {frozen:,} frozen" if frozen else "")
+
+
+def fp8_words(recipe: Recipe) -> str | None:
+    """Write how much of the blocks is multiplied in fp8; None if nothing is."""
+    tensors = fp8_tensors(recipe)
+    if not tensors:
+        return None
+    text = f"{recipe.speed.fp8} fp8 in {len(tensors)} layers of {several(len({t.layer for t in tensors}), 'block')}"
+    return text + (" until the decay" if recipe.speed.bf16_decay else "")
 
 
 def as_text(answer: dict) -> str:
@@ -242,7 +252,8 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     }
     split = [words[name].format(size) for name, size in answer["layout"].items() if name != "hpz"]
     wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
-    way = f"{sharding}, {answer['precision']}{wide}, {answer['recomputation']}{compiled}"
+    fp8 = f", {answer['fp8']}" if answer["fp8"] else ""
+    way = f"{sharding}, {answer['precision']}{wide}{fp8}, {answer['recomputation']}{compiled}"
     # GPUs, or groups of GPUs, that read samples of their own
     together = answer["layout"].get("tensor", 1) * answer["layout"].get("sequence", 1)
     readers = several(answer["world_size"], "GPU")

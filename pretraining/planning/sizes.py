@@ -3,7 +3,7 @@
 import fnmatch
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 
@@ -24,6 +24,7 @@ from pretraining.planning.shapes import (
 )
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import ROUTER_COEFFICIENT, is_exact
+from pretraining.recipe.sections import is_in
 from pretraining.schema import display_path, listed, problem
 
 BACKWARD = 2
@@ -130,7 +131,8 @@ def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def check_rows(recipe: Recipe) -> None:
-    """Raise `UserError` for a row of `optimizer.groups`, or of `model.draw`, that matches no parameter."""
+    """Raise `UserError` for a row of `optimizer.groups`, `model.draw` or `speed.bf16_layers` that matches nothing."""
+    fp8_tensors(recipe)
     groups, draws = recipe.optimizer.groups, recipe.weights.draw or ()
     if not groups and not draws:
         return
@@ -143,9 +145,38 @@ def check_rows(recipe: Recipe) -> None:
             _check_match(recipe, f"{table}.{number}.{key}", getattr(row, key), names)
 
 
-def _check_match(recipe: Recipe, key: str, pattern: str, names: list[str]) -> None:
-    if not fnmatch.filter(names, pattern):
-        what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} parameters"
+def fp8_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
+    """Return the matrices of the blocks that are multiplied in fp8, as `convert_products` chooses their layers.
+
+    Raises:
+        UserError: a pattern of `speed.bf16_layers` matches none of them, or none is left.
+    """
+    speed, blocks = recipe.speed, model_size(recipe.model).num_layers
+    if speed.fp8 == "none":
+        return ()
+    # both sides are multiples of 16 if and only if their product is one of 256, and their sum one of 16
+    fit = [
+        each
+        for each in parameter_tensors(recipe.model)
+        if each.kind == HIDDEN and each.layer is not None and ".experts." not in each.name
+        if not (each.numel % 256 or each.factors % 16)
+    ]
+    layers = {each.name.removesuffix(".weight"): each for each in fit}
+    for number, pattern in enumerate(speed.bf16_layers):
+        _check_match(recipe, f"speed.bf16_layers.{number}", pattern, list(layers), is_in)
+    kept = tuple(each for name, each in layers.items() if speed.is_in_fp8(name, each.layer, blocks))
+    if not kept:
+        what = f"leaves none of the {blocks} blocks in fp8; --set speed.fp8=none, or shorten the lists"
+        raise problem(display_path(recipe.path), "speed.bf16_blocks", what)
+    return kept
+
+
+def _check_match(
+    recipe: Recipe, key: str, pattern: str, names: list[str], matches: Callable = fnmatch.fnmatchcase
+) -> None:
+    if not any(matches(name, pattern) for name in names):
+        of = "layers" if matches is is_in else "parameters"
+        what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} {of}"
         there = list(dict.fromkeys(map(in_every_layer, names)))
         near = nearest(pattern, there, 3) or f"; there are {listed(there)}"
         raise problem(display_path(recipe.path), key, f"{what}{near}")

@@ -32,7 +32,7 @@ from pretraining.planning.messages import (
 )
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Setup
 from pretraining.planning.shapes import family_of, ranks_met, rows_of_rank, widths_of_rank
-from pretraining.planning.sizes import BACKWARD
+from pretraining.planning.sizes import BACKWARD, fp8_tensors
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.installation import REPOSITORY
@@ -45,6 +45,9 @@ ESTIMATED = "estimated from assumed rates"
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass over its forward pass: five products to two, as the scores are computed again."""
 SIXTEEN_BIT_NAMES = ("bf16", "fp16")
+FP8_CAST_BYTES = {"compiled": 10, "eager": 66}
+"""Bytes that move for a 16-bit input, weight or gradient which is cast to fp8 for each of its two products. Compiled,
+it is read for the largest number, read again, and written; eager, six kernels read and write, four of them in fp32."""
 CAUSAL = 0.5
 """Share of the scores that a causal kernel computes."""
 
@@ -123,6 +126,14 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     # the table's factors are for 16-bit numbers
     width = setup.precision.compute / SIXTEEN_BIT
     mode = layer_mode(setup)
+    in_fp8 = fp8_tensors(recipe) if "fp8" in gpu.dense_peak_flops else ()
+    # until the decay, if that is in bf16
+    until = recipe.decay_start(recipe.num_steps) / recipe.num_steps if recipe.speed.bf16_decay else 1.0
+    faster = until * sum(tensor.numel for tensor in in_fp8)
+    # others measured no gain of scales by row (docs/speed.md): their products are counted as those in bf16
+    is_gain = in_fp8 and recipe.speed.fp8 == "tensorwise"
+    faster *= 1 - gpu.peak_flops(precision) / gpu.peak_flops("fp8") if is_gain else 0
+    cast = until * FP8_CAST_BYTES[mode] * sum(tensor.factors * tokens + tensor.numel for tensor in in_fp8)
     # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
     scores /= degrees.tensor
@@ -135,18 +146,19 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     outside = width * (tokens * outside * setup.widths.hidden)
     skipped = size.num_layers * last_product(recipe.model) if skips_last_product(setup) else 0
     # layers are recomputed, and the head belongs to none
-    recomputed = 2 * (in_layers - skipped / degrees.tensor) * tokens
+    recomputed = 2 * (in_layers - faster - skipped / degrees.tensor) * tokens
     again = behind.layers * recipe.training.recomputed_share
     # products and attention may be kept
     products_again = 0 if recipe.speed.recompute == "operators" else again
     engine = table("kernels")["engines"][str(setup.stage)]
     trained = sum(family.trained_numel for family in setup.families)
-    products = (size.matmul + behind.weights + behind.inputs) / rates.product_flops + wide_head
+    products = size.matmul + behind.weights + behind.inputs - (1 + BACKWARD) * faster
+    products = products / rates.product_flops + wide_head
     of_loss = (FP32 / SIXTEEN_BIT if setup.head_is_wide else width) * _loss_kernel_bytes(setup, tokens, gpu)
     seconds = {
         "products": 2 * tokens * products / degrees.tensor,
         "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
-        "other kernels": (forward + backward + outside) / rates.bytes,
+        "other kernels": (forward + backward + outside + cast) / rates.bytes,
         "loss": of_loss / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * redone / rates.bytes,

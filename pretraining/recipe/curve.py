@@ -36,6 +36,9 @@ BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 # Keys of other sections that it depends on, and their defaults.
 BESIDE = {
     ("speed", "fp8"): "none",
+    ("speed", "bf16_blocks"): [0, 0],
+    ("speed", "bf16_layers"): [],
+    ("speed", "bf16_decay"): False,
     ("monitors", "flagged_blocks"): "log",
     ("monitors", "repeated_ngrams"): None,
 }

@@ -37,7 +37,7 @@ from pretraining.recipe.sections import (
     Speed,
     Weights,
 )
-from pretraining.recipe.training import Training, check_judged, check_schedule
+from pretraining.recipe.training import DECAYING, Training, check_judged, check_schedule
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
 from pretraining.schema import Wrong, display_path, problem, refuse_first
 
@@ -239,6 +239,17 @@ class Recipe:
         """Full steps of rising rate in a run of `num_steps`; `training.warmup_steps` may be a share of it."""
         given = self.training_keywords.warmup_steps
         return int(given) if given >= 1 else math.ceil(num_steps * given)
+
+    def decay_start(self, num_steps: float) -> float | None:
+        """Full steps before the rate falls in a run of `num_steps`; None if not by `warmup_stable_decay`."""
+        keywords = self.training_keywords.lr_scheduler_kwargs or {}
+        if self.training.lr_scheduler_type != DECAYING:
+            return None
+        # the stable steps if the recipe gives them; else all that the decay at the end leaves
+        stable_steps = keywords.get("num_stable_steps")
+        if stable_steps is None:
+            return num_steps - keywords["num_decay_steps"]
+        return self.warmup_steps(num_steps) + stable_steps
 
     @property
     def training_keywords(self) -> Training:

@@ -36,7 +36,7 @@ from pretraining.recipe.model import (
     why_not,
 )
 from pretraining.recipe.recipe import check_documents, check_loss
-from pretraining.recipe.training import ADAMW, DEFAULT_OPTIM, ELEMENTWISE, SCHEDULE_FREE
+from pretraining.recipe.training import ADAMW, DECAYING, DEFAULT_OPTIM, ELEMENTWISE, SCHEDULE_FREE
 from pretraining.schema import Wrong, display_path, refuse_first
 
 SOME_BLOCKS = 8192
@@ -314,17 +314,20 @@ def _check_watched(recipe: Recipe, ds_config: dict | None) -> Wrong:
 
 
 def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
-    """fp8 products are in bf16 training of linear layers without ZeRO-3."""
-    key, kind = "speed.fp8", recipe.speed.fp8
+    """fp8 products are in bf16 training of linear layers, and some are left; a decay in bf16 has a beginning."""
+    key, kind, speed = "speed.fp8", recipe.speed.fp8, recipe.speed
     if kind == "none":
         return
     # transformers' Conv1D, not nn.Linear
     if recipe.model.model_type == "gpt2":
         what = "is for linear layers, and gpt2 has convolutions in their place"
         yield key, f"{kind} {what}; --set {key}=none, or take model_type llama"
-    if zero_stage(ds_config) == 3:
-        what = "keeps every weight it multiplied for the backward pass, and ZeRO-3 could not let go of any"
-        yield key, f"{kind} {what}; use --deepspeed zero1 or zero2, or --set {key}=none"
+    schedule = recipe.training.lr_scheduler_type
+    if speed.bf16_decay and schedule != DECAYING:
+        what = (
+            f"is for {DECAYING}, whose decay begins at a step, and training.lr_scheduler_type is {schedule}"
+        )
+        yield "speed.bf16_decay", f"{what}; --set speed.bf16_decay=false"
     if not recipe.training.bf16:
         yield key, f"{kind} goes with training.bf16; --set training.bf16=true, or --set {key}=none"
 

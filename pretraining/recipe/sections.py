@@ -16,6 +16,13 @@ from pretraining.recipe.section import RECIPES, Section, key
 from pretraining.schema import Wrong
 
 
+def is_in(module: str, pattern: str) -> bool:
+    """Return whether the last parts of a module's name match, or those of a module around it: mlp, layers.0.*."""
+    parts = module.split(".")
+    around = (".".join(["", *parts[:end]]) for end in range(1, len(parts) + 1))
+    return any(fnmatchcase(name, f"*.{pattern}") for name in around)
+
+
 class Weights(Section):
     """What a model begins with, and what of it is trained: the keys of `model` that are ours and never reach its
     config."""
@@ -138,8 +145,26 @@ class Speed(Section):
     only what is cheap (norms, activation functions, copies), products and attention are kept. gpt2, llama and qwen3,
     uncompiled."""
     fp8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = key(default="none")
-    """fp8 products in the blocks' linear layers, by torchao's recipes of scales: Hopper and later, bf16, not gpt2, not
-    with ZeRO-3."""
+    """fp8 products in the blocks' linear layers, by torchao's recipes of scales: Hopper and later, bf16, not gpt2."""
+    bf16_blocks: list[int] = key(default=[0, 0], minItems=2, maxItems=2, items={"minimum": 0})
+    """With fp8: so many of the first blocks, and of the last ones, multiply in bf16."""
+    bf16_layers: list[str] = key(default=[], items={"minLength": 1})
+    """With fp8: modules whose layers multiply in bf16, by the last parts of their names, * for any characters:
+    down_proj, layers.0.self_attn; each must match one."""
+    bf16_decay: bool = key(default=False)
+    """With fp8: bf16 from the step on at which the rate of warmup_stable_decay begins to fall."""
+
+    def is_in_fp8(self, layer: str, block: int, num_blocks: int) -> bool:
+        """Return whether a linear layer of that name, in that block, is trained in fp8."""
+        first, last = self.bf16_blocks
+        is_named = any(is_in(layer, pattern) for pattern in self.bf16_layers)
+        return self.fp8 != "none" and first <= block < num_blocks - last and not is_named
+
+    def check_together(self, at: str) -> Wrong:
+        """What stays in bf16 is named beside fp8 alone."""
+        for name in ("bf16_blocks", "bf16_layers", "bf16_decay"):
+            if self.fp8 == "none" and getattr(self, name) not in ([0, 0], [], False):
+                yield f"{at}.{name}", f"is beside fp8; set {at}.fp8, or leave it out"
 
 
 class Spikes(Section):

@@ -193,6 +193,20 @@ class GroupValues(TrainerCallback):
             logs.update(self.values)
 
 
+class Bf16InDecay(TrainerCallback):
+    """Have layers in fp8 multiply in bf16 from the step on at which the rate begins to fall (`speed.bf16_decay`)."""
+
+    def __init__(self, recipe: Recipe, count: Callable[[int], float]) -> None:
+        """count: maps finished steps to those that the schedule counts."""
+        self.recipe, self.count = recipe, count
+
+    def on_step_begin(self, args, state, control, model, **kwargs) -> None:
+        decays = self.count(state.global_step) >= self.recipe.decay_start(self.count(state.max_steps))
+        for layer in model.modules():
+            if hasattr(layer, "in_fp8"):
+                layer.in_fp8 = not decays
+
+
 COUNTS = ("k", "lr_max", "weight_sum")
 """What the package keeps in a parameter group: steps, the highest rate, the sum of the average's weights."""
 

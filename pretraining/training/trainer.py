@@ -40,6 +40,7 @@ from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import Muon
 from pretraining.training.optimizers import (
+    Bf16InDecay,
     GroupValues,
     choose_optimizer,
     counting_by_tensor,
@@ -139,6 +140,7 @@ class PretrainingTrainer(OpenTrainer):
                     *parts.callbacks,
                     Clipping(recipe),
                     *([LogitClip(recipe.optimizer.qk_clip)] if recipe.optimizer.qk_clip else []),
+                    *([Bf16InDecay(recipe, self.schedule_place)] if recipe.speed.bf16_decay else []),
                 ],
             )
             # Let transformers refuse names and keywords now rather than when training begins.

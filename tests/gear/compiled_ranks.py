@@ -9,7 +9,11 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle, ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import (
+    AllGatherCoalescedHandle,
+    AllGatherHandle,
+    ZeroParamStatus,
+)
 from deepspeed.utils import safe_get_full_grad
 from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -86,6 +90,15 @@ class Gathered:
                 ]
 
         AllGatherCoalescedHandle.wait = noting
+        wait_for_one = AllGatherHandle.wait
+
+        def noting_one(handle, **keywords):
+            is_new, parameter = not handle._AllGatherHandle__complete, handle._AllGatherHandle__param
+            wait_for_one(handle, **keywords)
+            if is_new:
+                self.storages.append((StorageWeakRef(parameter.data.untyped_storage()), parameter.ds_numel))
+
+        AllGatherHandle.wait = noting_one
 
     def held(self) -> int:
         self.storages = [(storage, numel) for storage, numel in self.storages if not storage.expired()]
@@ -99,7 +112,13 @@ def available(model) -> int:
 
 
 def trained(
-    gathered: Gathered, name: str, stage: int, recomputes: bool, speed: dict, degrees: Degrees = NOT_SPLIT
+    gathered: Gathered,
+    name: str,
+    stage: int,
+    recomputes: bool,
+    speed: dict,
+    degrees: Degrees = NOT_SPLIT,
+    bf16: bool = False,
 ) -> dict:
     """Losses of four steps with a validation in between, the first gradients, graphs, and weights held too long."""
     torch._dynamo.reset()
@@ -109,10 +128,12 @@ def trained(
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     zero |= {"reduce_bucket_size": 20_000} | (block_gathering({}, 50_000) if stage == 3 else {})
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    if bf16:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     if degrees.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": degrees.tensor, "partition_config": split_layers(section)}
     alive, groups = HfDeepSpeedConfig(config), rank_groups(degrees)
-    arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=7)
+    arguments = SimpleNamespace(bf16=bf16, fp16=False, deepspeed=config, process_index=1, seed=7)
     model = build_model(section, TOKENIZER, arguments, speed=replace(PLAIN, **speed), groups=groups).train()
     if recomputes:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -130,7 +151,7 @@ def trained(
         found["gathered"].append(available(model))
         here = loss(outputs, ids.roll(-1, 1))
         engine.backward(here)
-        if step == 0 and stage == 3 and degrees == NOT_SPLIT:
+        if step == 0 and degrees == NOT_SPLIT:
             found["gradients"] = {n: safe_get_full_grad(p).clone() for n, p in model.named_parameters()}
         engine.step()
         found["losses"].append(here.item())

@@ -15,6 +15,7 @@ VERSIONS = {
     "deepspeed": "0.19.8",
     "lm_eval": "0.4.13",
     "torch": "2.13.0",
+    "torchao": "0.18.0",
     "transformers": "5.23.0",
 }
 """Package -> the version with which its names were checked; requirements*.txt pin the same."""
@@ -275,6 +276,11 @@ fake_gpu test_fake_gpu.py
     accelerate.state.AcceleratorState._shared_state
     accelerate.state.GradientState._shared_state
     deepspeed.accelerator.real_accelerator.ds_accelerator
+fp8 test_fp8.py
+    torchao.float8.float8_linear.Float8Linear
+    torchao.float8.float8_linear.matmul_with_hp_or_float8_args.forward(ctx, input_hp, weight_hp_t, linear_mm_config,
+        config)
+    torchao.float8.float8_linear.matmul_with_hp_or_float8_args.backward(ctx, grad_output)
 wide_weights test_wide_weights.py
     deepspeed.DeepSpeedEngine._cast_module_mixed_precision(self, param_dtype, buffer_dtype, is_zero_init_model,
         keep_pattern)

@@ -18,10 +18,10 @@ from pretraining.checkpoints.background import HostSnapshot
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.model import attention
 from pretraining.model.attention import TORCH_VARLEN
-from pretraining.model.build import build_model
+from pretraining.model.build import HOPPER, build_model
 from pretraining.recipe import load_recipe
 from pretraining.training.throughput import device_peak_flops
-from tests.gear.runs import MODELS, TOKENIZER, Run, Workshop, completed, made_once
+from tests.gear.runs import LLAMA, MODELS, TOKENIZER, Run, Workshop, completed, made_once, section_of
 from tests.model.test_loss import WAYS, built, loss_and_gradients, settings
 
 DEVICE = os.environ.get("PRETRAINING_GPU_TESTS_ON", "cuda")
@@ -96,6 +96,18 @@ def test_compiled_blocks_train(workshop, settings):
 def test_an_offloaded_optimizer_trains(workshop, stage):
     """DeepSpeed's CPU Adam beside a GPU: compiled once, about a minute."""
     assert trained(workshop, stage).losses == pytest.approx(trained(workshop, "zero2").losses, abs=0.02)
+
+
+@needs_cuda
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < HOPPER, reason="no Hopper"
+)
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_products_in_fp8_train(workshop, stage):
+    """torchao's own kernels, scaled by tensor: beside the curve of bf16, at either stage."""
+    model = section_of({**LLAMA, "vocab_size": 1024})
+    run = trained(workshop, stage, (*BF16, model, "speed.fp8=tensorwise", "speed.bf16_blocks=[0,1]"))
+    assert run.losses == pytest.approx(trained(workshop, "zero2", (*BF16, model)).losses, abs=0.05)
 
 
 @needs_two
