@@ -68,6 +68,8 @@ DEGREES = {
     "hpz": ("zero_optimization", "zero_hpz_partition_size"),
 }
 """{degree, as in `--deepspeed zero3:sequence=4`: the key of a ds_config that holds it}, DeepSpeed's own."""
+REDUCE = "reduce"
+"""As in `--deepspeed zero2:reduce=fp32`: the type in which gradients are added up over the ranks."""
 
 
 class Degrees(NamedTuple):
@@ -121,6 +123,7 @@ def load_ds_config(name_or_path: str) -> dict:
     """Read a ds_config by its name in ds_configs/ or by its path, and check all of it.
 
     Degrees of parallelism may follow, and replace those of the file: `zero3:sequence=4`, `my.json:tensor=2,sequence=2`.
+    So may the type of reductions: `zero2:reduce=fp32`.
 
     Raises:
         UserError: one line naming the file and the dotted key: unknown or misspelt (with the nearest),
@@ -196,11 +199,14 @@ def _device(config: dict | None, block: str) -> str:
 
 
 def _with_degree(config: dict, text: str) -> dict:
-    """Set a degree as `sequence=4` gives it."""
+    """Set a degree as `sequence=4` gives it, or the type of reductions."""
     name, _, value = text.partition("=")
+    if name == REDUCE:
+        return {**config, "communication_data_type": value}  # the schema knows which there are
     if name not in DEGREES:
-        known = f"there are {', '.join(DEGREES)}, as in zero3:sequence=4"
-        raise UserError(f"deepspeed: {text}: there is no degree {name!r}{nearest(name, DEGREES)}; {known}")
+        known = f"there are {', '.join(DEGREES)}, as in zero3:sequence=4, and {REDUCE}=fp32"
+        near = nearest(name, (*DEGREES, REDUCE))
+        raise UserError(f"deepspeed: {text}: there is no degree {name!r}{near}; {known}")
     if not value.isdecimal() or int(value) < 1:
         raise UserError(f"deepspeed: {text}: {value!r} is no number of ranks; write {name}=2")
     *blocks, key = DEGREES[name]
@@ -275,6 +281,11 @@ def _unsupported(config: dict) -> Wrong:
             # a block (zenflow) is too long for one line
             shown = "set" if isinstance(values[name], dict) else json.dumps(values[name])
             yield dotted, f"is {shown}, which is not supported: {why}; leave it out"
+    if config.get("communication_data_type") == "fp32" and zero.get("zero_quantized_gradients"):
+        yield (
+            f"{key}.zero_quantized_gradients",
+            "sends 4 bits, and communication_data_type is fp32; leave one out",
+        )
     if (factor := config.get("gradient_predivide_factor", 1.0)) != 1 and stage:
         what = f"is {factor:g}, and ZeRO-{stage} scatters gradients undivided; leave it out, or take stage 0"
         yield "gradient_predivide_factor", what

@@ -59,7 +59,7 @@ def zero_bytes(
     With psi parameters and without accumulation, a rank sends 2 psi elements at stages 0 to 2, and 3 psi at stage 3.
 
     Args:
-        width: bytes of an element; DeepSpeed and torch send gradients in the precision that holds the weights.
+        width: bytes of an element.
         hpz: ranks of a secondary partition (zero_hpz_partition_size), 1 for none.
     """
     # a ring sends (n - 1) / n of each message
@@ -92,7 +92,6 @@ def step_messages(setup: Setup, gpu: Gpu) -> list[Message]:
     Raises:
         UserError: the ranks do not divide the recipe's step.
     """
-    # gradients travel in the precision that holds the weights
     width, link, group = setup.precision.weights, gpu.link_bytes_per_second, hpz_ranks(setup.ds_config)
     measured = kept_rates(gpu.name, setup.world_size).get("all_reduce_bytes_per_second")
     sums: dict[str, Message] = {}
@@ -101,7 +100,8 @@ def step_messages(setup: Setup, gpu: Gpu) -> list[Message]:
         hpz = min(group, family.ranks)
         sent = zero_bytes(family.numel, setup.stage, family.ranks, setup.accumulation, width, hpz)
         for name, size in sent.items():
-            size *= family.trained_numel / family.numel if name == GRADIENTS else 1
+            of_gradients = setup.gradient_bytes / width * family.trained_numel / family.numel
+            size *= of_gradients if name == GRADIENTS else 1
             inside = setup.world_size <= gpu.gpus_per_node or name == WEIGHTS_IN_NODE
             # a ring is as fast as its slowest link, which a measured rate includes already
             rate = link if inside else min(link, gpu.network_bytes_per_second)

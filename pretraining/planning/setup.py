@@ -140,6 +140,12 @@ class Setup:
         weights = FP32 if autocast else compute
         return Precision(name, weights, compute, residual=weights)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient on its way: in the type that holds the weights, or in that which the ds_config names."""
+        named = (self.ds_config or {}).get("communication_data_type")
+        return {"fp32": FP32, None: self.precision.weights}.get(named, SIXTEEN_BIT)
+
     @cached_property
     def widths(self) -> Widths:
         """Widths of the products that one rank computes."""

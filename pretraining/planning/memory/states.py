@@ -367,6 +367,10 @@ def buffers(setup: Setup) -> Buffers:
     wide = [tensor for family in setup.families for tensor in setup.wide_of(family)]
     bucket = element * reduce_bucket(config, width, tensors)
     wider = (FP32 - element) * _numel(wide)
+    # they are cast a bucket at a time, or one that is larger than it
+    sent = setup.gradient_bytes
+    if sent > element:
+        bucket += sent * max(bucket / element, *(tensor.numel for tensor in tensors))
     if stage == 3:
         # a block's weights may be gathered as one, and its gradients reduced together
         as_one = gathers_blocks(setup.recipe, config)
@@ -394,8 +398,9 @@ def buffers(setup: Setup) -> Buffers:
             in_flight = element * max(tensor.numel for tensor in tensors)
         return Buffers(turns * bucket, 0, in_flight, FP32 * share)
     if stage == 1 and setup.precision.name == "bf16":
-        # BF16_Optimizer reduces its fp32 sums after the pass, cast to 16 bit (engine.py `allreduce_bucket`)
-        return Buffers(0, 0, 0, element * total)
+        # BF16_Optimizer reduces its fp32 sums after the pass: cast to 16 bit, or laid end to end (engine.py
+        # `allreduce_bucket`)
+        return Buffers(0, 0, 0, element * total if sent == element else sent * min(total, REDUCE_BUCKET))
     # in fp32 and fp16 DeepSpeed uses the optimizer of stage 2 at stage 1 too, with whole gradients
     if stage == 1:
         return Buffers(turns * bucket, 0, 0, FP32 * share)
