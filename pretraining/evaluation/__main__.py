@@ -111,7 +111,7 @@ def _load_model(export: Path, recipe: Recipe | None) -> Any:
         # A model some of whose weights the run kept in fp32 keeps these so.
         dtype = _load(export, "AutoConfig").dtype
         model = _load(export, "AutoModelForCausalLM", dtype=torch.float32)
-        keep_in_fp32(model, recipe.weights.keep_in_fp32, dtype)
+        keep_in_fp32(model, recipe.weights.wide_tables, recipe.weights.has_wide, dtype)
         for parameter in model.parameters():
             if not is_wide(parameter):
                 parameter.data = parameter.data.to(dtype)

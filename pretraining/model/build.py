@@ -66,7 +66,7 @@ from pretraining.upstream.transformers import (
     keep_buffers,
     mask_by_positions,
 )
-from pretraining.upstream.wide_weights import keep_in_fp32
+from pretraining.upstream.wide_weights import is_wide, keep_in_fp32
 
 PLAIN = Speed(compile="none")
 """A `speed` section that asks for nothing."""
@@ -174,7 +174,7 @@ def build_model(
     # A step of 0.001 is lost in a bias of 16 bits. DeepSpeed keeps the buffers that the model names.
     keep_buffers(built, CORRECTION_BIASES)
     if weights.keep_in_fp32:
-        keep_in_fp32(built, weights.keep_in_fp32, _parameter_dtype(arguments))
+        keep_in_fp32(built, weights.wide_tables, weights.has_wide, _parameter_dtype(arguments))
     if groups.degrees.expert > 1:
         with groups_at_once(own_group):
             split_experts(built, groups.degrees.expert)
@@ -421,6 +421,7 @@ def convert_products(model: PreTrainedModel, speed: Speed, emulate: bool = False
         if type(layer) is nn.Linear
         and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
         and id(layer) in block_of
+        and not is_wide(layer.weight)
         and speed.is_in_fp8(name, block_of[id(layer)], len(blocks))
     ]
     float8.convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)

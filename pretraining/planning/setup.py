@@ -17,8 +17,6 @@ from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.quantities import count, gpu_count, short, three_digits
 from pretraining.planning.shapes import (
-    EMBEDDING,
-    HEAD,
     Tensor,
     Widths,
     parameter_tensors,
@@ -33,6 +31,7 @@ from pretraining.planning.sizes import (
     in_every_layer,
     model_size,
     size_of_recipe,
+    wide_tensors,
 )
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, recipe_schema
 from pretraining.recipe.loading import recipe_of
@@ -154,14 +153,7 @@ class Setup:
     @cached_property
     def wide(self) -> tuple[Tensor, ...]:
         """The parameters that `model.keep_in_fp32` keeps in fp32 beside 16-bit ones (upstream/wide_weights.py)."""
-        parts = self.recipe.weights.keep_in_fp32 or ()
-        if not parts or self.precision.weights == FP32:
-            return ()
-        # the table of the tokens comes first, and is the head too if that is tied
-        tokens, *others = parameter_tensors(self.recipe.model)
-        wide = [tokens] if "embeddings" in parts or self.size.tied else []
-        kinds = {"embeddings": EMBEDDING, "head": HEAD}
-        return (*wide, *(tensor for tensor in others if tensor.kind in {kinds[part] for part in parts}))
+        return () if self.precision.weights == FP32 else wide_tensors(self.recipe)
 
     def wide_of(self, family: Family) -> tuple[Tensor, ...]:
         """Return those of a family, as a rank holds them."""
@@ -171,8 +163,8 @@ class Setup:
     @property
     def head_is_wide(self) -> bool:
         """Whether `model.keep_in_fp32` has the head multiply in fp32."""
-        parts = self.recipe.weights.keep_in_fp32 or ()
-        return "head" in parts or (bool(parts) and self.size.tied)
+        tables = self.recipe.weights.wide_tables
+        return "head" in tables or (bool(tables) and self.size.tied)
 
     @cached_property
     def families(self) -> list[Family]:

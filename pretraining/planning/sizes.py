@@ -131,8 +131,8 @@ def trained_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
 
 def check_rows(recipe: Recipe) -> None:
-    """Raise `UserError` for a row of `optimizer.groups`, `model.draw` or `speed.bf16_layers` that matches nothing."""
-    fp8_tensors(recipe)
+    """Raise `UserError` for a row of a table, or an entry of a list, whose names match nothing."""
+    fp8_tensors(recipe), wide_tensors(recipe)
     groups, draws = recipe.optimizer.groups, recipe.weights.draw or ()
     if not groups and not draws:
         return
@@ -143,6 +143,44 @@ def check_rows(recipe: Recipe) -> None:
             key = "kind" if row.names is None else "names"
             names = [each.kind if key == "kind" else each.name for each in of]
             _check_match(recipe, f"{table}.{number}.{key}", getattr(row, key), names)
+
+
+def wide_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
+    """Return the parameters that `model.keep_in_fp32` keeps in fp32, as upstream/wide_weights.py does.
+
+    Raises:
+        UserError: a name matches no module, or one with experts, or nothing is left in bf16.
+    """
+    tables, patterns, where = (
+        recipe.weights.wide_tables,
+        recipe.weights.wide_modules,
+        display_path(recipe.path),
+    )
+    if not tables and not patterns:
+        return ()
+    # the table of the tokens comes first, and is the head too if that is tied
+    tokens, *others = tensors = parameter_tensors(recipe.model)
+    is_tied = model_size(recipe.model).tied
+    kinds = {{"embeddings": EMBEDDING, "head": HEAD}[table] for table in tables}
+    wide = [tokens] if "embeddings" in tables or (tables and is_tied) else []
+    modules = {
+        each.name: each.name.rpartition(".")[0] for each in others if each.kind not in (EMBEDDING, HEAD)
+    }
+    for number, pattern in enumerate(recipe.weights.keep_in_fp32 or ()):
+        if pattern in patterns:
+            _check_match(
+                recipe, f"model.keep_in_fp32.{number}", pattern, list(dict.fromkeys(modules.values())), is_in
+            )
+    for each in others:
+        is_named = each.name in modules and recipe.weights.has_wide(modules[each.name])
+        if each.kind in kinds or is_named:
+            wide.append(each)
+    if any(each.part == "experts" for each in wide):
+        what = "names experts, which multiply together in bf16 alone; name their router, or other modules"
+        raise problem(where, "model.keep_in_fp32", what)
+    if len(wide) == len(tensors):
+        raise problem(where, "model.keep_in_fp32", "leaves nothing in bf16; --set training.bf16=false")
+    return tuple(wide)
 
 
 def fp8_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
@@ -159,7 +197,7 @@ def fp8_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
         each
         for each in parameter_tensors(recipe.model)
         if each.kind == HIDDEN and each.layer is not None and ".experts." not in each.name
-        if not (each.numel % 256 or each.factors % 16)
+        if not (each.numel % 256 or each.factors % 16) and each not in wide_tensors(recipe)
     ]
     layers = {each.name.removesuffix(".weight"): each for each in fit}
     for number, pattern in enumerate(speed.bf16_layers):
@@ -175,7 +213,7 @@ def _check_match(
     recipe: Recipe, key: str, pattern: str, names: list[str], matches: Callable = fnmatch.fnmatchcase
 ) -> None:
     if not any(matches(name, pattern) for name in names):
-        of = "layers" if matches is is_in else "parameters"
+        of = "modules" if matches is is_in else "parameters"
         what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} {of}"
         there = list(dict.fromkeys(map(in_every_layer, names)))
         near = nearest(pattern, there, 3) or f"; there are {listed(there)}"

@@ -31,7 +31,7 @@ from pretraining.planning.messages import (
     stops_for_gradients,
 )
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Setup
-from pretraining.planning.shapes import family_of, ranks_met, rows_of_rank, widths_of_rank
+from pretraining.planning.shapes import HIDDEN, ROUTER, family_of, ranks_met, rows_of_rank, widths_of_rank
 from pretraining.planning.sizes import BACKWARD, fp8_tensors
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.refusals import compiled_part
@@ -115,13 +115,14 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     recipe, degrees, size = setup.recipe, setup.degrees, setup.size
     rates, behind = rates or sustained_rates(gpu, precision, setup.world_size), size.gradients
     tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
-    # a head in fp32 is slower, by so many seconds for one FLOP on each weight that a token meets
-    wide_head = 0.0
-    if setup.head_is_wide:
+    # products in fp32 are slower, by so many seconds for one FLOP on each weight that a token meets
+    wide, wide_seconds = size.head * setup.head_is_wide, 0.0
+    wide += sum(tensor.numel for tensor in setup.wide if tensor.kind in (HIDDEN, ROUTER))
+    if wide:
         # in TF32 unless `training.tf32` is false (training/arguments.py), or the GPU has none
         tf32 = "tf32" in gpu.dense_peak_flops and recipe.training.get("tf32") is not False
-        of_head = sustained_rates(gpu, "tf32" if tf32 else "fp32", setup.world_size)
-        wide_head = (1 + BACKWARD) * size.head * (1 / of_head.product_flops - 1 / rates.product_flops)
+        of_wide = sustained_rates(gpu, "tf32" if tf32 else "fp32", setup.world_size)
+        wide_seconds = (1 + BACKWARD) * wide * (1 / of_wide.product_flops - 1 / rates.product_flops)
     in_layers = (size.matmul - size.head) / degrees.tensor
     # the table's factors are for 16-bit numbers
     width = setup.precision.compute / SIXTEEN_BIT
@@ -153,7 +154,7 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     engine = table("kernels")["engines"][str(setup.stage)]
     trained = sum(family.trained_numel for family in setup.families)
     products = size.matmul + behind.weights + behind.inputs - (1 + BACKWARD) * faster
-    products = products / rates.product_flops + wide_head
+    products = products / rates.product_flops + wide_seconds
     of_loss = (FP32 / SIXTEEN_BIT if setup.head_is_wide else width) * _loss_kernel_bytes(setup, tokens, gpu)
     seconds = {
         "products": 2 * tokens * products / degrees.tensor,

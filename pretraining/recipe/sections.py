@@ -34,11 +34,15 @@ class Weights(Section):
     """Names of parameters that stay as they are, * for any characters: transformer.wte.*; each must match one."""
     draw: list[InitialRow] | None = key(default=None, omitted=True, minItems=1)
     """How matrices are drawn, by kind or by names; of several rows that match one, the last counts."""
-    keep_in_fp32: list[Literal["embeddings", "head"]] | None = key(
-        default=None, omitted=True, minItems=1, uniqueItems=True
+    keep_in_fp32: list[str] | None = key(
+        default=None, omitted=True, minItems=1, uniqueItems=True, items={"minLength": 1}
     )
     """Beside layers in bf16: embeddings: their weights, looked up (and added, in gpt2) in fp32; head: its weights and
-    the product that gives the logits. A tied weight is both. gpt2, llama, qwen3 and their mixtures."""
+    the product that gives the logits; else modules, by the last parts of their names, * for any characters: norm,
+    mlp.gate, layers.0.self_attn; each must match one. A tied weight is both embeddings and head. gpt2, llama, qwen3 and
+    their mixtures."""
+    TABLES: ClassVar[tuple[str, ...]] = ("embeddings", "head")
+    """Words of `keep_in_fp32`; what else it names are modules."""
 
     PUBLISHED: ClassVar[dict[str, dict]] = {
         "from": {
@@ -76,6 +80,19 @@ class Weights(Section):
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(each.name for each in fields(cls))
+
+    @property
+    def wide_modules(self) -> tuple[str, ...]:
+        """Patterns of modules that `keep_in_fp32` names."""
+        return tuple(each for each in self.keep_in_fp32 or () if each not in self.TABLES)
+
+    @property
+    def wide_tables(self) -> tuple[str, ...]:
+        return tuple(each for each in self.keep_in_fp32 or () if each in self.TABLES)
+
+    def has_wide(self, module: str) -> bool:
+        """Return whether `keep_in_fp32` names a module, or one around it."""
+        return any(is_in(module, pattern) for pattern in self.wide_modules)
 
     def freezes(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.frozen or ())

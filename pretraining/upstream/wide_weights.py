@@ -1,4 +1,4 @@
-"""Keep embeddings or head in fp32 beside a model's 16-bit weights, at every ZeRO stage; deepspeed 0.19.8.
+"""Keep embeddings, head or modules in fp32 beside a model's 16-bit weights, at every ZeRO stage; deepspeed 0.19.8.
 
 DeepSpeed makes all weights of a bf16 model 16-bit ones. Yet its optimizers of stages 1, 2 and 3 keep each parameter
 group in the type of its first weight, and step and send it so. So weights of two types can be trained if
@@ -11,10 +11,12 @@ Their gradients travel in 16 bits like all others, and are added up in fp32. Hel
 go once DeepSpeed's `data_types.keep_in_fp32_modules` counts for weights, and not for buffers alone.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
+from functools import cache, wraps
 from typing import Any
 
 import torch
+from accelerate.utils.operations import recursively_apply
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -38,18 +40,45 @@ class WideLinear(nn.Linear):
             return functional.linear(hidden.float(), self.weight, self.bias)
 
 
-def keep_in_fp32(model: PreTrainedModel, parts: Iterable[str], layers: torch.dtype) -> None:
-    """Keep `embeddings`, `head` or both of a model in fp32; a weight that is both counts as either.
+@cache
+def _computing_in_fp32(kind: type[nn.Module], layers: torch.dtype) -> type[nn.Module]:
+    """Derive a class of modules that compute all in fp32, and give back the type of the layers."""
+
+    class InFp32(kind):
+        @wraps(kind.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(next(self.parameters()).device.type, enabled=False):
+                result = super().forward(*_cast_all(args, torch.float32), **_cast_all(kwargs, torch.float32))
+            return _cast_all(result, layers)
+
+    InFp32.__name__ = kind.__name__  # transformers finds the rule of initial weights by a part of it: RMSNorm
+    return InFp32
+
+
+def _cast_all(values: Any, dtype: torch.dtype) -> Any:
+    return recursively_apply(
+        lambda each: each.to(dtype),
+        values,
+        test_type=lambda each: isinstance(each, torch.Tensor) and each.is_floating_point(),
+    )
+
+
+def keep_in_fp32(
+    model: PreTrainedModel, parts: Collection[str], is_named: Callable[[str], bool], layers: torch.dtype
+) -> None:
+    """Keep embeddings, head or modules of a model in fp32; a weight that is both embedding and head counts as either.
 
     Embeddings are looked up and added in fp32, then rounded once to the type of the layers. The head multiplies the
-    last hidden state with weights that were not rounded, in fp32.
+    last hidden state with weights that were not rounded, in fp32. Modules cast what they get and give.
 
     Args:
         model: it has no weights yet, or has those of fp32.
+        parts: `embeddings`, `head`, both or none.
+        is_named: whether a module of that name, or one around it, is to be kept.
         layers: the type of all other weights.
     """
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = head.weight is table.weight
+    is_tied = bool(parts) and head.weight is table.weight
     if is_tied or "head" in parts:
         _widen(head.weight)
         head.__class__ = WideLinear  # in place: a new module would lose the tie to the embedding
@@ -61,6 +90,18 @@ def keep_in_fp32(model: PreTrainedModel, parts: Iterable[str], layers: torch.dty
             # GPT-2 adds its two tables, and then drops out
             last = getattr(model.base_model, "drop", table)
             last.register_forward_hook(lambda module, inputs, output: output.to(layers))
+    tables, chosen = {table, head, getattr(model.base_model, "wpe", table)}, []
+    for name, module in model.named_modules():  # a module comes before those in it
+        if not is_named(name) or any(name.startswith(f"{outer}.") for outer in chosen):
+            continue
+        # a list of modules computes nothing
+        if isinstance(module, nn.ModuleList) or not tables.isdisjoint(module.modules()):
+            continue
+        if parameters := list(module.parameters()):
+            chosen.append(name)
+            for each in parameters:
+                _widen(each)
+            module.__class__ = _computing_in_fp32(type(module), layers)
     DeepSpeedEngine._cast_module_mixed_precision = _cast_all_but_wide
     stage3.defragment = _defragment_by_type
     DeepSpeedZeroOptimizer_Stage3._set_fp16_partitioned_groups_flat = _set_flat_groups

@@ -91,6 +91,8 @@ class Pass:
     """Over how many ranks layers and sequences are split."""
     wide_head: bool = False
     """Whether the head multiplies in fp32 (`model.keep_in_fp32`)."""
+    wide_layer: int = 0
+    """Inputs and outputs of modules in fp32 for a token, in the layer that has most: they keep these in fp32 too."""
 
     @property
     def tokens(self) -> int:
@@ -132,7 +134,7 @@ def activations(given: Pass) -> Activations:
     shape, widths = model_with_defaults(given.model), widths_of_rank(given.model, degrees)
     # each dropout on the residual stream keeps a mask of one byte an element
     dropouts = 2 if shape.get("resid_pdrop") else 0
-    attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
+    attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden + FP32 * given.wide_layer
     attends += _attention(given, shape, widths)
     by_layer = [attends + _feed_forward(given, shape, widths, index) for index in range(widths.layers)]
     # the input of a layer, on the residual stream

@@ -2,6 +2,7 @@
 
 import argparse
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -167,6 +168,10 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
     recipe, stage, degrees = setup.recipe, setup.stage, setup.degrees
     state, host, pinned = held or held_by_rank(setup)
     optimizer, extra = optimizer_states(recipe), buffers(setup)
+    of_layers = Counter()
+    for tensor in setup.wide:
+        if tensor.layer is not None:
+            of_layers[tensor.layer] += tensor.factors
     passing = activations(
         Pass(
             recipe.model,
@@ -179,6 +184,7 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
             keeps_products=recipe.speed.recompute == "operators",
             degrees=degrees,
             wide_head=setup.head_is_wide,
+            wide_layer=max(of_layers.values(), default=0),
         )
     )
     # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
