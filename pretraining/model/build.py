@@ -4,7 +4,6 @@ The section `speed` follows: what a recomputed layer keeps, compiled blocks or m
 used only in training.
 """
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -395,7 +394,7 @@ class FirstPass:
         return result
 
 
-def convert_products(model: PreTrainedModel, speed: Speed, emulate: bool = False) -> int:
+def convert_products(model: PreTrainedModel, speed: Speed) -> int:
     """Let the linear layers of the blocks multiply in fp8 while they are trained; return how many there are.
 
     Weights, optimizer and everything between the products stay as they are. Validations and samples do not use fp8,
@@ -403,15 +402,11 @@ def convert_products(model: PreTrainedModel, speed: Speed, emulate: bool = False
     torchao's recipes differ in which numbers share a scale. `tensorwise`: all of a tensor. `rowwise`: each row of it.
     `rowwise_with_gw_hp`: each row, with the weights' gradients in bf16. Only in the last one no scale depends on which
     samples share a micro-batch.
-
-    Args:
-        emulate: compute slowly what the kernels would, on a machine that has none.
     """
     float8 = require("torchao.float8", "speed.fp8")
     from pretraining.upstream.fp8 import Fp8InTraining
 
     config = float8.Float8LinearConfig.from_recipe_name(speed.fp8)
-    config = dataclasses.replace(config, emulate=emulate)
     blocks = list(blocks_of(model))
     block_of = {id(layer): number for number, block in enumerate(blocks) for layer in block.modules()}
     chosen = [

@@ -312,13 +312,11 @@ def _experts(case: _Case) -> Objection | None:
 
 def _fp8(case: _Case) -> Objection | None:
     """Refuse fp8 on a GPU that `check_speed` refuses at the start."""
-    fp8, gpu = case.recipe.speed.fp8, case.machine.gpu
-    if fp8 == "none" or gpu is None or gpu.architecture.startswith(("Hopper", "Blackwell")):
+    gpu = case.machine.gpu
+    if case.recipe.speed.fp8 == "none" or not gpu or gpu.architecture.startswith(("Hopper", "Blackwell")):
         return None
-    return Objection(
-        f"speed.fp8 {fp8} needs Hopper or later, and {gpu.name} is of {gpu.architecture}",
-        "--set speed.fp8=none",
-    )
+    what = f"speed.fp8 needs Hopper or later, and {gpu.name} is of {gpu.architecture}"
+    return Objection(what, "--set speed.fp8=none")
 
 
 def _borders(case: _Case) -> Objection | None:

@@ -124,7 +124,7 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
-        "fp8": fp8_words(recipe),
+        "fp8_layers": len(fp8_tensors(recipe)),
         "compiles": compiled_part(recipe, ds_config),
         "recomputation": recomputation_text(recipe.training.recomputed_one_in, recipe.speed.recompute),
         "gpu": gpu.name if gpu else None,
@@ -156,15 +156,6 @@ def _parts_words(plan: RunPlan) -> str:
     active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
     frozen = sum(tensor.numel for tensor in frozen_tensors(plan.setup.recipe))
     return active + (f", {frozen:,} frozen" if frozen else "")
-
-
-def fp8_words(recipe: Recipe) -> str | None:
-    """Write how much of the blocks is multiplied in fp8; None if nothing is."""
-    tensors = fp8_tensors(recipe)
-    if not tensors:
-        return None
-    text = f"{recipe.speed.fp8} fp8 in {len(tensors)} layers of {several(len({t.layer for t in tensors}), 'block')}"
-    return text + (" until the decay" if recipe.speed.bf16_decay else "")
 
 
 def as_text(answer: dict) -> str:
@@ -252,7 +243,7 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     }
     split = [words[name].format(size) for name, size in answer["layout"].items() if name != "hpz"]
     wide = f" ({' and '.join(answer['keep_in_fp32'])} in fp32)" if answer["keep_in_fp32"] else ""
-    fp8 = f", {answer['fp8']}" if answer["fp8"] else ""
+    fp8 = f", {answer['fp8_layers']:,} layers in fp8" if answer["fp8_layers"] else ""
     way = f"{sharding}, {answer['precision']}{wide}{fp8}, {answer['recomputation']}{compiled}"
     # GPUs, or groups of GPUs, that read samples of their own
     together = answer["layout"].get("tensor", 1) * answer["layout"].get("sequence", 1)

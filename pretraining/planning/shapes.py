@@ -69,6 +69,10 @@ class Tensor:
     def decays(self) -> bool:
         return self.kind != VECTOR
 
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
 
 @dataclass(frozen=True)
 class CountedModel:

@@ -151,35 +151,26 @@ def wide_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     Raises:
         UserError: a name matches no module, or one with experts, or nothing is left in bf16.
     """
-    tables, patterns, where = (
-        recipe.weights.wide_tables,
-        recipe.weights.wide_modules,
-        display_path(recipe.path),
-    )
-    if not tables and not patterns:
+    weights, key, where = recipe.weights, "model.keep_in_fp32", display_path(recipe.path)
+    if not weights.keep_in_fp32:
         return ()
     # the table of the tokens comes first, and is the head too if that is tied
     tokens, *others = tensors = parameter_tensors(recipe.model)
-    is_tied = model_size(recipe.model).tied
-    kinds = {{"embeddings": EMBEDDING, "head": HEAD}[table] for table in tables}
-    wide = [tokens] if "embeddings" in tables or (tables and is_tied) else []
-    modules = {
-        each.name: each.name.rpartition(".")[0] for each in others if each.kind not in (EMBEDDING, HEAD)
-    }
-    for number, pattern in enumerate(recipe.weights.keep_in_fp32 or ()):
-        if pattern in patterns:
-            _check_match(
-                recipe, f"model.keep_in_fp32.{number}", pattern, list(dict.fromkeys(modules.values())), is_in
-            )
-    for each in others:
-        is_named = each.name in modules and recipe.weights.has_wide(modules[each.name])
-        if each.kind in kinds or is_named:
-            wide.append(each)
+    tables = weights.wide_tables
+    is_wide_table = "embeddings" in tables or (tables and model_size(recipe.model).tied)
+    kinds = [{"embeddings": EMBEDDING, "head": HEAD}[table] for table in tables]
+    modules = [each.module for each in others if each.kind not in (EMBEDDING, HEAD)]
+    for number, pattern in enumerate(weights.keep_in_fp32):
+        if pattern not in weights.TABLES:
+            _check_match(recipe, f"{key}.{number}", pattern, list(dict.fromkeys(modules)), is_in)
+    wide = [tokens] if is_wide_table else []
+    named = [each for each in dict.fromkeys(modules) if weights.has_wide(each)]
+    wide += [each for each in others if each.kind in kinds or each.module in named]
     if any(each.part == "experts" for each in wide):
         what = "names experts, which multiply together in bf16 alone; name their router, or other modules"
-        raise problem(where, "model.keep_in_fp32", what)
+        raise problem(where, key, what)
     if len(wide) == len(tensors):
-        raise problem(where, "model.keep_in_fp32", "leaves nothing in bf16; --set training.bf16=false")
+        raise problem(where, key, "leaves nothing in bf16; --set training.bf16=false")
     return tuple(wide)
 
 
@@ -192,14 +183,11 @@ def fp8_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     speed, blocks = recipe.speed, model_size(recipe.model).num_layers
     if speed.fp8 == "none":
         return ()
+    tensors, wide = parameter_tensors(recipe.model), wide_tensors(recipe)
+    hidden = [each for each in tensors if each.kind == HIDDEN and each.layer is not None]
     # both sides are multiples of 16 if and only if their product is one of 256, and their sum one of 16
-    fit = [
-        each
-        for each in parameter_tensors(recipe.model)
-        if each.kind == HIDDEN and each.layer is not None and ".experts." not in each.name
-        if not (each.numel % 256 or each.factors % 16) and each not in wide_tensors(recipe)
-    ]
-    layers = {each.name.removesuffix(".weight"): each for each in fit}
+    fit = [each for each in hidden if each.part != "experts" and not (each.numel % 256 or each.factors % 16)]
+    layers = {each.module: each for each in fit if each not in wide}
     for number, pattern in enumerate(speed.bf16_layers):
         _check_match(recipe, f"speed.bf16_layers.{number}", pattern, list(layers), is_in)
     kept = tuple(each for name, each in layers.items() if speed.is_in_fp8(name, each.layer, blocks))

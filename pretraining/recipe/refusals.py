@@ -203,7 +203,9 @@ def _check_weights(recipe: Recipe, ds_config: dict | None) -> Wrong:
         if is_so:
             yield key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
     degrees = degrees_of(ds_config)
-    if recipe.weights.wide_modules and (degrees.tensor > 1 or degrees.expert > 1):
+    if {*recipe.weights.keep_in_fp32} > recipe.weights.wide_tables and max(
+        degrees.tensor, degrees.expert
+    ) > 1:
         what = f"names modules, which is not tried with {degrees}"
         yield key, f"{what}; leave embeddings and head alone in it, or use --deepspeed zero3"
     if recipe.speed.compile == "deepcompile":

@@ -82,17 +82,12 @@ class Weights(Section):
         return tuple(each.name for each in fields(cls))
 
     @property
-    def wide_modules(self) -> tuple[str, ...]:
-        """Patterns of modules that `keep_in_fp32` names."""
-        return tuple(each for each in self.keep_in_fp32 or () if each not in self.TABLES)
-
-    @property
-    def wide_tables(self) -> tuple[str, ...]:
-        return tuple(each for each in self.keep_in_fp32 or () if each in self.TABLES)
+    def wide_tables(self) -> set[str]:
+        return {*self.TABLES} & {*(self.keep_in_fp32 or ())}
 
     def has_wide(self, module: str) -> bool:
         """Return whether `keep_in_fp32` names a module, or one around it."""
-        return any(is_in(module, pattern) for pattern in self.wide_modules)
+        return any(is_in(module, name) for name in self.keep_in_fp32 or () if name not in self.TABLES)
 
     def freezes(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.frozen or ())

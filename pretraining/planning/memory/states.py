@@ -375,13 +375,12 @@ def buffers(setup: Setup) -> Buffers:
         # a block's weights may be gathered as one, and its gradients reduced together
         as_one = gathers_blocks(setup.recipe, config)
         gathered = _gathered(zero, setup.families, width, as_one)
-        in_layers = _numel([tensor for tensor in wide if tensor.layer is not None])
+        # of the layers that modules in fp32 are in, as many are gathered as of all
+        inside = _numel([tensor for tensor in wide if tensor.layer is not None])
+        wider -= (FP32 - element) * inside * (1 - gathered / _numel(tensors))
         return Buffers(
             buckets=bucket,
-            # of the layers that modules in fp32 are in, as many are gathered as of all
-            gathered=gathered * (element + (FP32 - element) * in_layers / _numel(tensors))
-            + wider
-            - (FP32 - element) * in_layers,
+            gathered=element * gathered + wider,
             # whole gradients: those of a block together, else one tensor at a time
             in_flight=max(
                 element * layer_numel(tensors) * as_one,
