@@ -203,11 +203,14 @@ def _check_weights(recipe: Recipe, ds_config: dict | None) -> Wrong:
         if is_so:
             yield key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
     degrees = degrees_of(ds_config)
-    if {*recipe.weights.keep_in_fp32} > recipe.weights.wide_tables and max(
-        degrees.tensor, degrees.expert
-    ) > 1:
-        what = f"names modules, which is not tried with {degrees}"
-        yield key, f"{what}; leave embeddings and head alone in it, or use --deepspeed zero3"
+    if recipe.weights.names_modules and max(degrees.tensor, degrees.expert) > 1:
+        yield (
+            key,
+            f"names modules, which is not tried with {degrees}; leave these out, or use --deepspeed zero3",
+        )
+    if recipe.weights.names_modules and recipe.training.use_liger_kernel:
+        what = "names modules, whose forward passes Liger's kernels may replace"
+        yield key, f"{what}; leave these out, or --set training.use_liger_kernel=false"
     if recipe.speed.compile == "deepcompile":
         yield key, "is not tried with speed.compile deepcompile; --set speed.compile=auto"
 

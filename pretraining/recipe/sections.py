@@ -85,6 +85,11 @@ class Weights(Section):
     def wide_tables(self) -> set[str]:
         return {*self.TABLES} & {*(self.keep_in_fp32 or ())}
 
+    @property
+    def names_modules(self) -> bool:
+        """Whether `keep_in_fp32` names more than tables."""
+        return {*(self.keep_in_fp32 or ())} > self.wide_tables
+
     def has_wide(self, module: str) -> bool:
         """Return whether `keep_in_fp32` names a module, or one around it."""
         return any(is_in(module, name) for name in self.keep_in_fp32 or () if name not in self.TABLES)

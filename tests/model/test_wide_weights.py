@@ -214,6 +214,11 @@ REFUSED = [
         "zero2_ep2",
         "names modules, which is not tried with expert 2",
     ),
+    (
+        [section_of(MIXTURE, keep_in_fp32=["norm"]), "training.use_liger_kernel=true"],
+        "zero2",
+        "Liger's kernels may replace; leave these out, or --set training.use_liger_kernel=false",
+    ),
 ]
 
 
