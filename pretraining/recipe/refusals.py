@@ -326,6 +326,9 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
     """fp8 products are in bf16 training of linear layers, and some are left; a decay in bf16 has a beginning."""
     key, kind, speed = "speed.fp8", recipe.speed.fp8, recipe.speed
     if kind == "none":
+        for name in ("bf16_blocks", "bf16_layers", "bf16_decay"):
+            if getattr(speed, name) not in ([0, 0], [], False):
+                yield f"speed.{name}", f"is beside fp8; set {key}, or leave it out"
         return
     # transformers' Conv1D, not nn.Linear
     if recipe.model.model_type == "gpt2":

@@ -174,14 +174,8 @@ class Speed(Section):
     def is_in_fp8(self, layer: str, block: int, num_blocks: int) -> bool:
         """Return whether a linear layer of that name, in that block, is trained in fp8."""
         first, last = self.bf16_blocks
-        is_named = any(is_in(layer, pattern) for pattern in self.bf16_layers)
-        return self.fp8 != "none" and first <= block < num_blocks - last and not is_named
-
-    def check_together(self, at: str) -> Wrong:
-        """What stays in bf16 is named beside fp8 alone."""
-        for name in ("bf16_blocks", "bf16_layers", "bf16_decay"):
-            if self.fp8 == "none" and getattr(self, name) not in ([0, 0], [], False):
-                yield f"{at}.{name}", f"is beside fp8; set {at}.fp8, or leave it out"
+        is_between = first <= block < num_blocks - last
+        return is_between and not any(is_in(layer, pattern) for pattern in self.bf16_layers)
 
 
 class Spikes(Section):
