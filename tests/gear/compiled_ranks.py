@@ -75,9 +75,12 @@ CASES = {
 
 
 class Gathered:
-    """Weights that ZeRO-3 has gathered: how many elements it thinks are there, and how many any tensor still holds."""
+    """Weights that ZeRO-3 has gathered: how many elements it thinks are there, and how many any tensor still holds.
 
-    def __init__(self):
+    singly: count those too that are gathered alone. gloo's thread may hold the last of them for a moment.
+    """
+
+    def __init__(self, singly: bool = False):
         self.storages: list[tuple[StorageWeakRef, int]] = []
         wait = AllGatherCoalescedHandle.wait
 
@@ -98,7 +101,8 @@ class Gathered:
             if is_new:
                 self.storages.append((StorageWeakRef(parameter.data.untyped_storage()), parameter.ds_numel))
 
-        AllGatherHandle.wait = noting_one
+        if singly:
+            AllGatherHandle.wait = noting_one
 
     def held(self) -> int:
         self.storages = [(storage, numel) for storage, numel in self.storages if not storage.expired()]
