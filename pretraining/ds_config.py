@@ -282,10 +282,8 @@ def _unsupported(config: dict) -> Wrong:
             shown = "set" if isinstance(values[name], dict) else json.dumps(values[name])
             yield dotted, f"is {shown}, which is not supported: {why}; leave it out"
     if config.get("communication_data_type") == "fp32" and zero.get("zero_quantized_gradients"):
-        yield (
-            f"{key}.zero_quantized_gradients",
-            "sends 4 bits, and communication_data_type is fp32; leave one out",
-        )
+        what = "sends 4 bits, and communication_data_type is fp32; leave one out"
+        yield f"{key}.zero_quantized_gradients", what
     if (factor := config.get("gradient_predivide_factor", 1.0)) != 1 and stage:
         what = f"is {factor:g}, and ZeRO-{stage} scatters gradients undivided; leave it out, or take stage 0"
         yield "gradient_predivide_factor", what

@@ -132,8 +132,8 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     until = recipe.decay_start(recipe.num_steps) / recipe.num_steps if recipe.speed.bf16_decay else 1.0
     faster = until * sum(tensor.numel for tensor in in_fp8)
     # others measured no gain of scales by row (docs/speed.md): their products are counted as those in bf16
-    peak = gpu.dense_peak_flops.get("fp8" if recipe.speed.fp8 == "tensorwise" else precision, math.inf)
-    faster *= 1 - gpu.peak_flops(precision) / peak
+    peak = gpu.peak_flops(precision)
+    faster *= 1 - peak / (gpu.dense_peak_flops.get("fp8", peak) if recipe.speed.fp8 == "tensorwise" else peak)
     cast = until * FP8_CAST_BYTES[mode] * sum(tensor.factors * tokens + tensor.numel for tensor in in_fp8)
     # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens

@@ -204,10 +204,8 @@ def _check_weights(recipe: Recipe, ds_config: dict | None) -> Wrong:
             yield key, f"deepspeed {recipe.deepspeed} {what}, in one type; use --deepspeed zero3"
     degrees = degrees_of(ds_config)
     if recipe.weights.names_modules and max(degrees.tensor, degrees.expert) > 1:
-        yield (
-            key,
-            f"names modules, which is not tried with {degrees}; leave these out, or use --deepspeed zero3",
-        )
+        what = f"names modules, which is not tried with {degrees}"
+        yield key, f"{what}; leave these out, or use --deepspeed zero3"
     if recipe.weights.names_modules and recipe.training.use_liger_kernel:
         what = "names modules, whose forward passes Liger's kernels may replace"
         yield key, f"{what}; leave these out, or --set training.use_liger_kernel=false"
@@ -336,9 +334,7 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
         yield key, f"{kind} {what}; --set {key}=none, or take model_type llama"
     schedule = recipe.training.lr_scheduler_type
     if speed.bf16_decay and schedule != DECAYING:
-        what = (
-            f"is for {DECAYING}, whose decay begins at a step, and training.lr_scheduler_type is {schedule}"
-        )
+        what = f"is for {DECAYING}, whose decay has a first step, not for {schedule}"
         yield "speed.bf16_decay", f"{what}; --set speed.bf16_decay=false"
     if not recipe.training.bf16:
         yield key, f"{kind} goes with training.bf16; --set training.bf16=true, or --set {key}=none"

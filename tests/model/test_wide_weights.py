@@ -93,6 +93,15 @@ def test_every_stage_has_them_and_one_curve(workshop, stage):
         assert found == pytest.approx(run.events[-1]["eval_loss"], abs=1e-5)
 
 
+def test_stage_0_has_the_curve_too(workshop):
+    """There all weights are fp32, under autocast; what is named computes in fp32."""
+    run, plain = workshop.run("zero0", settings=WIDE), workshop.plain(WIDE)
+    assert run.losses == pytest.approx(plain.losses, abs=BF16)
+    assert {each.dtype for each in load_file(run.dir.export / "model.safetensors").values()} == {
+        torch.float32
+    }
+
+
 MODULES = {
     "last norm": (MODELS["llama"], ["norm"], 1),
     "all norms": (MODELS["llama"], ["*norm*"], 5),
