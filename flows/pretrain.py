@@ -1,10 +1,11 @@
 """The pipeline as a Flyte workflow: the steps of `pretraining.pipeline`, each a task with the resources of its plan.
 
     pyflyte run flows/pretrain.py pretrain --recipe tiny --folder "$PWD"
-    pyflyte run --remote --image IMAGE flows/pretrain.py pretrain --recipe 30b --world_size 8 --gpu H100 \\
+    pyflyte run --remote --image IMAGE flows/pretrain.py pretrain --recipe 30b --world_size 16 --nodes 2 --gpu H100 \\
         --store s3://bucket/runs
 
-Needs flytekit (pip install -r requirements-flows.txt). IMAGE is that of the Dockerfile with `flows` among its EXTRAS.
+Needs flytekit and its Elastic (pip install -r requirements-flows.txt). IMAGE is the Dockerfile's with `flows` among
+its EXTRAS.
 A task is taken from Flyte's cache if its key is known: a digest of the texts' content and the keys that decide the
 tokens, then of the parts of the recipe that decide the run.
 """
@@ -13,32 +14,47 @@ import datetime
 import html
 import json
 import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
 from pathlib import Path
 from typing import NamedTuple
 
-from flytekit import Cache, Deck, Resources, current_context, dynamic, task, workflow
+from flytekit import Cache, Deck, FlyteContextManager, Resources, current_context, dynamic, task, workflow
+from flytekit.deck.deck import DECK_FILE_NAME
 from flytekit.exceptions.user import FlyteRecoverableException
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
+from flytekitplugins.kfpytorch import Elastic
 
 from pretraining.data.checksums import digest_of
+from pretraining.data.streaming.cache import GIGABYTES_VARIABLE
+from pretraining.data.streaming.remote_data import SHARE_OF_CACHE
 from pretraining.errors import UserError
 from pretraining.pipeline.__main__ import parse, run_steps
-from pretraining.pipeline.step import Pipeline
+from pretraining.pipeline.step import Pipeline, Record
 from pretraining.pipeline.steps import Plan, Prepare
 from pretraining.planning.gpus import find_gpu
+from pretraining.planning.memory.need import memory_need
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
 from pretraining.runtime.exit_codes import GAVE_UP, USER_ERROR
-from pretraining.runtime.run_folder import results_of
+from pretraining.runtime.run_folder import RunFolder, results_of
 
-FORMAT = "1"
+FORMAT = "2"
 """Of the keys: another number makes every task run again."""
 SMALL = Resources(cpu="1", mem="4Gi")
 """Of tasks that read and write some files."""
 PREPARING = Resources(cpu="8", mem="32Gi")
 EVALUATING_SPARE_BYTES = 8 << 30
+SHOWN_EVERY_SECONDS = 60.0
+"""How often the training task looks for a newer page of the run, to show it as its deck."""
+OF_ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+OF_ELASTIC += ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+"""Variables with which Elastic makes its worker a rank. It is none: it starts the ranks of its node."""
 TIMES_LONGER = 3
 """How much longer than planned a run may take before Flyte ends it."""
 ENDS = (USER_ERROR, GAVE_UP)
@@ -58,10 +74,10 @@ def cached(*ignored: str) -> Cache:
     return Cache(version=FORMAT, serialize=True, ignored_inputs=("request", *ignored))
 
 
-def open_pipeline(request: str, data: Path | None = None, run: Path | None = None) -> Pipeline:
+def open_pipeline(request: str, data: FlyteDirectory | None = None, run: Path | None = None) -> Pipeline:
     """Build the pipeline that the inputs of the workflow describe, in its folder or in that of the task.
 
-    data, run: where an earlier task's results are.
+    data, run: an earlier task's results. Shards are read where they are: from a store they are streamed.
     """
     asked = json.loads(request)
     settings = list(asked["settings"])
@@ -78,11 +94,8 @@ def open_pipeline(request: str, data: Path | None = None, run: Path | None = Non
         words += [f"--{option}", asked[option]] if asked[option] else []
     pipeline = Pipeline(parse(words))
     pipeline.gpu = asked["gpu"] or None  # that of this machine does not count
-    if data is not None and data != pipeline.data_folder:
-        # a task of a cluster gets a copy, under a name of Flyte's
-        pipeline.data_folder.parent.mkdir(parents=True, exist_ok=True)
-        pipeline.data_folder.unlink(missing_ok=True)
-        pipeline.data_folder.symlink_to(data)
+    if data is not None:
+        pipeline.options.data_dir = data.remote_source or Path(data.path)
     return pipeline
 
 
@@ -106,31 +119,42 @@ def keys_of(pipeline: Pipeline) -> dict[str, str]:
     return {"prepare": tokens, "train": run, "publish": digest_of(run, pipeline.options.publish)}
 
 
-def needed(pipeline: Pipeline) -> dict:
-    """Compute requests and time limit of the training task from the plan."""
+def needed(pipeline: Pipeline, asked: dict) -> dict:
+    """Compute requests of each node and time limit of the training task from the plan."""
     facts, gpu = Plan(pipeline).run(), find_gpu(pipeline.gpu) if pipeline.gpu else None
-    ranks, memory = pipeline.world_size, facts["memory"]
-    if gpu and ranks > gpu.gpus_per_node:
+    nodes, world_size = asked["nodes"], pipeline.world_size
+    ranks = world_size // nodes
+    if ranks * nodes != world_size or (gpu and ranks > gpu.gpus_per_node):
+        most = f", and a node has {gpu.gpus_per_node} {gpu.name}" if gpu else ""
         raise UserError(
-            f"world_size {ranks}: a task of Flyte is one node, and a node has {gpu.gpus_per_node} {gpu.name}; "
-            "submit several nodes with launch/"
+            f"world_size {world_size}, nodes {nodes}: each node has the same number of ranks{most}"
         )
-    host_bytes = memory["host_node_bytes"] + (0 if gpu else ranks * memory["on_processor"])
-    # token shards are copied to the node
-    disk = facts["disk_bytes"] + facts["checkpoint_bytes"]
-    plan = build_run_plan(Setup(pipeline.recipe, pipeline.ds_config, ranks))
+    if nodes > 1 and not (asked["folder"] or pipeline.recipe.checkpoints.upload):
+        raise UserError(f"nodes {nodes}: name a store for checkpoints, or a folder that all nodes see")
+    setup = Setup(pipeline.recipe, pipeline.ds_config, world_size)
+    host_bytes = ranks * memory_need(setup).host_bytes
+    host_bytes += 0 if gpu else ranks * facts["memory"]["on_processor"]
+    # an order over all shards needs them all on the node in the end, but none before the run begins
+    cache = build_run_plan(setup).data_bytes / SHARE_OF_CACHE
+    # the first node may hold whole checkpoints
+    disk = facts["disk_bytes"] + facts["checkpoint_bytes"] + cache
     answer = {"mem": f"{math.ceil(host_bytes / 2**30) + 1}Gi", "cpu": str(4 * ranks)}
-    answer |= {"ephemeral_storage": f"{math.ceil((disk + plan.data_bytes) / 2**30) + 1}Gi"}
+    answer |= {"ephemeral_storage": f"{math.ceil(disk / 2**30) + 1}Gi"}
     answer |= {"gpu": str(ranks)} if gpu else {}
     seconds = (facts["forecast"] or {}).get("seconds")
-    return {**answer, "hours": seconds and math.ceil(TIMES_LONGER * seconds / 3600)}
+    hours = seconds and math.ceil(TIMES_LONGER * seconds / 3600)
+    return {**answer, "hours": hours, "cache_gb": math.ceil(cache / 1e9)}
 
 
 @task(requests=SMALL, enable_deck=True)
 def plan(request: str) -> str:
     """Plan the run and name what the other tasks depend on; a run that cannot fit ends the workflow here."""
     pipeline = open_pipeline(request)
-    facts = {"needs": needed(pipeline), "keys": keys_of(pipeline), "facts": Plan(pipeline).run()}
+    facts = {
+        "needs": needed(pipeline, json.loads(request)),
+        "keys": keys_of(pipeline),
+        "facts": Plan(pipeline).run(),
+    }
     Deck("plan", f"<pre>{html.escape(json.dumps(facts, indent=2))}</pre>")
     return json.dumps(facts)
 
@@ -140,17 +164,50 @@ def prepare(request: str, key: str) -> FlyteDirectory:
     """Make the token shards."""
     pipeline = open_pipeline(request)
     do(pipeline, "prepare")
-    return kept(request, pipeline.data_folder)
+    # its parent: what `--data_dir` takes
+    return kept(request, pipeline.options.data_dir)
 
 
-@task(requests=SMALL, cache=cached("data"), retries=10)
+def on_nodes(nodes: int | str, **variables: str) -> Callable:
+    """Return the decorator of the training task: Elastic gives it so many nodes, and a worker on each.
+
+    The worker is forked, because a spawned one cannot show a deck while it runs. It starts the node's ranks under the
+    supervisor, which repeats crashes and hangs, but no refusal; Elastic would repeat all three.
+    """
+    elastic = Elastic(nnodes=nodes, nproc_per_node=1, start_method="fork")
+    more = {
+        "cache": cached("data"),
+        "retries": 10,
+        "enable_deck": True,
+        "environment": variables,
+        "shared_memory": True,
+    }
+    return task(task_config=elastic, requests=SMALL, **more)
+
+
+# in the pods of several nodes the operator says how many they are
+@on_nodes(os.environ.get("PET_NNODES", 1))
 def train(request: str, data: FlyteDirectory, key: str) -> FlyteDirectory:
-    """Examine the node and train on it, to the end.
+    """Examine the nodes and train on them, to the end; the report is this task's deck from the first steps on.
 
     A repeated attempt goes on from the checkpoints in `folder` or in `store`. Without either it begins anew.
     """
-    pipeline = open_pipeline(request, Path(data.download()))
-    do(pipeline, "doctor", "train")
+    is_first, nodes = os.environ["RANK"] == "0", int(os.environ["WORLD_SIZE"])
+    for name in OF_ELASTIC:
+        os.environ.pop(name, None)
+    pipeline = open_pipeline(request, data)
+    if not is_first:
+        # in a folder that all nodes see, the first one keeps the record
+        pipeline.record = Record(RunFolder(Path(current_context().working_directory)))
+    own_launcher = json.loads(request)["launcher"] or nodes == 1
+    with shown(pipeline.run.report) if is_first else nullcontext():
+        for name in ("doctor", "train"):
+            if not own_launcher:
+                # they meet where Elastic's workers do: that store outlives every start of the ranks
+                words = ["torchrun", f"--nnodes={nodes}", f"--nproc_per_node={pipeline.world_size // nodes}"]
+                words += ["--rdzv_backend=c10d", f"--rdzv_endpoint={os.environ['PET_RDZV_ENDPOINT']}"]
+                pipeline.options.launcher = " ".join([*words, f"--rdzv_id={name}"])
+            do(pipeline, name)
     return kept(
         request, without_checkpoints(pipeline.run.path) if not is_shared(request) else pipeline.run.path
     )
@@ -159,7 +216,7 @@ def train(request: str, data: FlyteDirectory, key: str) -> FlyteDirectory:
 @task(requests=SMALL, cache=cached("data", "run"), retries=3)
 def evaluate(request: str, data: FlyteDirectory, run: FlyteDirectory, key: str) -> str:
     """Measure the exported model."""
-    pipeline = open_pipeline(request, Path(data.download()), Path(run.download()))
+    pipeline = open_pipeline(request, data, Path(run.download()))
     do(pipeline, "evaluate")
     return json.dumps(pipeline.record.facts("evaluate"))
 
@@ -170,9 +227,7 @@ def report(request: str, run: FlyteDirectory, evaluation: str, key: str) -> Flyt
     pipeline = open_pipeline(request, run=Path(run.download()))
     do(pipeline, "report")
     page = pipeline.run.report
-    # a page of its own: its styles and scripts are not Flyte's
-    framed = html.escape(page.read_text(encoding="utf-8"))
-    Deck("report", f'<iframe style="width:100%;height:95vh;border:0" srcdoc="{framed}"></iframe>')
+    show(page)
     Deck("evaluation", f"<pre>{html.escape(json.dumps(json.loads(evaluation), indent=2))}</pre>")
     return FlyteFile(str(page), remote_path=False) if is_shared(request) else FlyteFile(str(page))
 
@@ -190,11 +245,12 @@ def steps(request: str, planned: str) -> Outcome:
     """Start the tasks, with the resources that the plan names."""
     found, asked = json.loads(planned), json.loads(request)
     keys, needs = found["keys"], dict(found["needs"])
-    hours = needs.pop("hours")
+    hours, cache = needs.pop("hours"), {GIGABYTES_VARIABLE: str(needs.pop("cache_gb"))}
     limit = {"timeout": datetime.timedelta(hours=hours)} if hours else {}
     data = prepare(request=request, key=keys["prepare"])
     resources = Resources(**needs)
-    run = train(request=request, data=data, key=keys["train"]).with_overrides(
+    training = on_nodes(asked["nodes"], **cache)(train.task_function)
+    run = training(request=request, data=data, key=keys["train"]).with_overrides(
         requests=resources, limits=resources, **limit
     )
     memory = math.ceil((found["facts"]["memory"]["on_processor"] + EVALUATING_SPARE_BYTES) / 2**30)
@@ -214,6 +270,7 @@ def ask(
     settings: list[str],
     deepspeed: str,
     world_size: int,
+    nodes: int,
     gpu: str,
     launcher: str,
     folder: str,
@@ -231,6 +288,7 @@ def pretrain(
     settings: list[str] = [],  # noqa: B006  Flyte takes a default that JSON can hold
     deepspeed: str = "",
     world_size: int = 1,
+    nodes: int = 1,
     gpu: str = "",
     launcher: str = "",
     folder: str = "",
@@ -244,9 +302,10 @@ def pretrain(
         recipe: a name of recipes/, or a path in the image
         settings: as --set takes them
         deepspeed: a file of ds_configs/ over the recipe's
-        world_size: GPUs of the training task, which is one node
+        world_size: GPUs of the training task, on all its nodes together
+        nodes: how many; several need the cluster's training operator, and `folder` or `store`
         gpu: their kind, as H100; empty: it trains without
-        launcher: what starts the ranks (default: deepspeed for several)
+        launcher: what starts the ranks of a node (default: deepspeed for several, torchrun on several nodes)
         folder: a disk that all tasks see, for data/ and runs/; empty: results go through Flyte's store
         store: address to which checkpoints are copied, so that another node goes on from them
         publish: model repository, address or folder for the export
@@ -257,6 +316,7 @@ def pretrain(
         settings=settings,
         deepspeed=deepspeed,
         world_size=world_size,
+        nodes=nodes,
         gpu=gpu,
         launcher=launcher,
         folder=folder,
@@ -265,6 +325,45 @@ def pretrain(
         restarts=restarts,
     )
     return steps(request=request, planned=plan(request=request))
+
+
+@contextmanager
+def shown(page: Path) -> Iterator[None]:
+    """Show the page of a run as the task's deck while the block runs, whenever it has been written anew."""
+    over, context = threading.Event(), copy_context()
+
+    def follow() -> None:
+        sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir)
+        last, published = None, set()
+        while not over.wait(SHOWN_EVERY_SECONDS):
+            if not page.exists() or (written := page.stat().st_mtime_ns) == last:
+                continue
+            last, before = written, set(sandbox.glob(f"*/{DECK_FILE_NAME}"))
+            show(page)
+            Deck.publish()
+            # flytekit keeps a file of each: the disk of a long run would fill
+            for older in published:
+                older.unlink(missing_ok=True)
+            published = set(sandbox.glob(f"*/{DECK_FILE_NAME}")) - before
+
+    follower = threading.Thread(target=context.run, args=(follow,), daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        follower.join()
+        if page.exists():
+            show(page)
+
+
+def show(page: Path) -> None:
+    """Make the page the task's deck `report`, in place of an older one."""
+    # a page of its own: its styles and scripts are not Flyte's
+    framed = html.escape(page.read_text(encoding="utf-8"))
+    decks = current_context().decks
+    decks[:] = [each for each in decks if each.name != "report"]
+    Deck("report", f'<iframe style="width:100%;height:95vh;border:0" srcdoc="{framed}"></iframe>')
 
 
 def is_shared(request: str) -> bool:

@@ -269,7 +269,9 @@ class Train(Step):
         supervise = ["-m", "pretraining.supervise", "--restarts", str(pipeline.options.restarts), "--"]
         pipeline.call(sys.executable, *supervise, *train_command(words, pipeline.options.launcher))
         end = pipeline.run.last_event("end") or {}
-        if not pipeline.run.is_finished(pipeline.recipe.to_dict()):
+        # a node with a disk of its own: the first one has what the run came to
+        is_elsewhere = pipeline.run.node_events.exists() and not pipeline.run.events.exists()
+        if not (is_elsewhere or pipeline.run.is_finished(pipeline.recipe.to_dict())):
             place = display_path(pipeline.run.path)
             raise CommandEnded(1, f"{place} holds no finished run; see its console.log")
         measured = {key: end[key] for key in end if key.startswith("eval_") and isinstance(end[key], float)}

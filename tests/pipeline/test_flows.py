@@ -1,6 +1,9 @@
 """The pipeline as a Flyte workflow: run here end to end, then from its cache; its resources are those of the plan."""
 
+import html
 import json
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,56 +14,127 @@ from pretraining.pipeline.__main__ import parse
 from pretraining.pipeline.step import Pipeline
 from pretraining.pipeline.steps import Plan
 from pretraining.runtime.processes import CommandEnded
+from tests.gear.object_store import BUCKET, s3_server, use_here
 from tests.pipeline.test_pipeline import SHORT, Place, forked
+from tests.reporting.test_reporting import embedded
 
 flytekit = pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")
 
+WAITS = """
+import time
+from pathlib import Path
+from transformers import TrainerCallback
+from pretraining import extend
+
+@extend.callback
+class Waits(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        until = time.monotonic() + 60
+        while state.global_step == 1 and not Path({seen!r}).exists() and time.monotonic() < until:
+            time.sleep(0.05)
+"""
+"""An extension: the run waits after its first step until its curve was seen."""
+
 
 @pytest.fixture
-def calls(monkeypatch, tmp_path) -> list[str]:
-    """The scripts and modules that the steps start; Flyte's cache is this test's own."""
+def calls(monkeypatch, tmp_path) -> Callable[[], list[str]]:
+    """What the steps have started, in this process and in Elastic's workers; Flyte's cache is this test's own."""
     import flytekit.core.local_cache as cache
 
     monkeypatch.setattr(cache, "CACHE_LOCATION", str(tmp_path / "cache"))
     monkeypatch.setattr(cache.LocalTaskCache, "_initialized", False)
-    started: list[str] = []
+    started, lost = tmp_path / "started", tmp_path / "lost"
 
     def noted(command, *arguments, **more) -> str:
         words = {Path(word).name.removesuffix(".py") for word in command}
         known = ("data_prep", "pretraining.doctor", "train", "pretraining.evaluation")
-        started.append(next(name for name in known if name in words))
-        if fails and started[-1] == "train":
-            raise CommandEnded(1, fails.pop())
+        name = next(name for name in known if name in words)
+        with started.open("a") as file:
+            file.write(f"{name}\n")
+        if name == "train" and not lost.exists():
+            lost.touch()
+            raise CommandEnded(1, "the node was lost")
         return forked(command, *arguments, **more)
 
-    fails: list[str] = ["the node was lost"]
     monkeypatch.setattr(step, "call", noted)
-    return started
+    return lambda: started.read_text().splitlines()
 
 
-def test_a_flow_runs_once_and_then_comes_from_the_cache(workshop, tmp_path, capsys, calls, monkeypatch):
-    """The first training fails: it alone is repeated, with no shared folder. The report is its task's deck."""
+@pytest.fixture
+def sandbox(monkeypatch, tmp_path) -> Iterator[Path]:
+    """Flyte's folder on this machine; what tasks hand on goes through a store."""
+    from flytekit.configuration import DataConfig
+    from flytekit.core.context_manager import FlyteContextManager
+    from flytekit.core.data_persistence import FileAccessProvider
+
+    monkeypatch.setenv("PRETRAINING_DATA_CACHE", str(tmp_path / "shards"))
+    with s3_server(tmp_path / "log") as address:
+        use_here(monkeypatch, address)
+        files = FileAccessProvider(str(tmp_path / "sandbox"), f"s3://{BUCKET}/flyte", DataConfig.auto())
+        context = FlyteContextManager.current_context().with_file_access(files)
+        with FlyteContextManager.with_context(context):
+            yield Path(files.local_sandbox_dir)
+
+
+def test_a_flow_runs_once_and_then_comes_from_the_cache(
+    workshop, tmp_path, capsys, calls, monkeypatch, sandbox
+):
+    """Two ranks under Elastic stream their shards, and their deck shows the curve before they end.
+
+    The first training fails: it alone is repeated, with no shared folder. The report is its task's deck too.
+    """
+    from flytekit import Deck
     from flytekit.exceptions.user import FlyteRecoverableException
+    from flytekit.types.directory import FlyteDirectory
 
-    from flows.pretrain import pretrain
+    from flows import pretrain as flow
 
-    pages: list[str] = []
-    monkeypatch.setattr("flows.pretrain.Deck", lambda name, page: pages.append(f"{name}: {page}"))
+    seen, publish = tmp_path / "seen.html", Deck.publish
+
+    def published() -> None:
+        publish()
+        page = max(sandbox.glob("*/deck.html"), key=lambda path: path.stat().st_mtime_ns)
+        if not seen.exists() and page_of(page)["runs"][0]["num_rows"]:
+            shutil.copy(page, seen)
+
+    def kept(request: str, folder: Path) -> FlyteDirectory:
+        # flytekit uploads nothing where it runs on one machine
+        return FlyteDirectory(str(folder), remote_directory=f"s3://{BUCKET}/{folder.name}{len(calls())}")
+
+    monkeypatch.setattr(Deck, "publish", staticmethod(published))
+    monkeypatch.setattr(flow, "kept", kept)
+    monkeypatch.setattr(flow, "SHOWN_EVERY_SECONDS", 0.1)
     place = Place(tmp_path, workshop, capsys)
-    asked = {"recipe": str(tmp_path / "small.json"), "settings": list(SHORT), "restarts": 0}
+    (tmp_path / "waits.py").write_text(WAITS.format(seen=str(seen)))
+    settings = [*SHORT, 'extensions=["waits.py"]', "report.every_seconds=0.1"]
+    asked = {"recipe": str(tmp_path / "small.json"), "settings": settings, "world_size": 2, "restarts": 0}
     with pytest.raises(FlyteRecoverableException, match="the node was lost"):
-        pretrain(**asked)
-    assert calls == ["data_prep", "pretraining.doctor", "train"]
-    first = pretrain(**asked)
-    assert calls[3:] == ["pretraining.doctor", "train", "pretraining.evaluation"]
+        flow.pretrain(**asked)
+    assert calls() == ["data_prep", "pretraining.doctor", "train"]
+    first = flow.pretrain(**asked)
+    assert calls()[3:] == ["pretraining.doctor", "train", "pretraining.evaluation"]
     assert json.loads(first.evaluation)["loss"] > 0 and "<title>" in Path(first.report).read_text()
-    assert any(page.startswith("report: <iframe") and "&lt;title&gt;" in page for page in pages)
-    second = pretrain(**asked)
-    assert second.evaluation == first.evaluation and len(calls) == 6
+    # while it ran, and at the end of the two tasks
+    live = page_of(seen)
+    assert live["every_seconds"] == 0.1
+    assert (live["runs"][0]["state"], live["runs"][0]["num_rows"]) == ("running", 1)
+    decks = [page_of(path) for path in sandbox.glob("*/deck.html") if "srcdoc=" in path.read_text()]
+    assert {deck["runs"][0]["state"] for deck in decks} == {"finished"} and len(decks) == 2
+    # the shards that were prepared are the only ones in folders of tasks: none was copied
+    places = Path(flytekit.current_context().working_directory).parent
+    made = {path.parents[1] for path in (*places.rglob("*.arrow"), *sandbox.rglob("*.arrow"))}
+    assert len(made) == 1 and list((tmp_path / "shards").glob("*/*.arrow"))
+    second = flow.pretrain(**asked)
+    assert second.evaluation == first.evaluation and len(calls()) == 6
     # another rate, the same tokens
-    pretrain(**{**asked, "settings": [*SHORT, "training.learning_rate=0.02"]})
-    assert calls[6:] == ["pretraining.doctor", "train", "pretraining.evaluation"]
+    flow.pretrain(**{**asked, "settings": [*settings, "training.learning_rate=0.02"]})
+    assert calls()[6:] == ["pretraining.doctor", "train", "pretraining.evaluation"]
     assert place.texts.exists()
+
+
+def page_of(deck: Path) -> dict:
+    """The data of the report that a deck's file shows."""
+    return embedded(html.unescape(deck.read_text().partition('srcdoc="')[2].partition('"')[0]))
 
 
 def planned_on(recipe: str, ranks: int, gpu: str, folder: Path) -> Pipeline:
@@ -76,11 +150,11 @@ def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
     from flows import pretrain as flow
 
     pipeline = planned_on("30b", 8, "H200-SXM", tmp_path)
-    needs = flow.needed(pipeline)
+    needs = flow.needed(pipeline, {"nodes": 1, "folder": ""})
     assert needs["gpu"] == "8" and int(needs["mem"].removesuffix("Gi")) > 100 and needs["hours"] > 24
     planned = {"needs": needs, "keys": dict.fromkeys(("prepare", "train", "publish"), "k")}
     planned["facts"] = Plan(pipeline).run()
-    request = json.dumps({"publish": "", "folder": ""})
+    request = json.dumps({"publish": "", "folder": "", "nodes": 1})
     settings = SerializationSettings(
         image_config=ImageConfig(default_image=Image("i", "i", "1")), project="p", domain="d", version="v"
     )
@@ -99,8 +173,12 @@ def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
     assert nodes["train"].metadata.timeout.total_seconds() == 3600 * needs["hours"]
 
 
-def test_more_ranks_than_a_node_has_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "message"),
+    [(16, 1, "a node has 8 H100-SXM"), (24, 5, "the same number of ranks"), (16, 2, "name a store")],
+)
+def test_ranks_that_the_nodes_cannot_have_are_refused(tmp_path, ranks, nodes, message):
     from flows.pretrain import needed
 
-    with pytest.raises(UserError, match="a task of Flyte is one node"):
-        needed(planned_on("7b", 16, "H100-SXM", tmp_path))
+    with pytest.raises(UserError, match=message):
+        needed(planned_on("7b", ranks, "H100-SXM", tmp_path), {"nodes": nodes, "folder": ""})

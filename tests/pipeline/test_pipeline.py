@@ -27,13 +27,20 @@ OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
 
 
 def forked(command: list[str], captured: bool = False, show: object = None) -> str:
-    """`call`, but what imports torch is forked from a process that has done so."""
-    if any(word.endswith("train.py") for word in command):
-        place = next(number for number, word in enumerate(command) if word.endswith("train.py"))
-        words = ["train.py", *command[place + 1 :]]
-    else:
-        words = command[1:]
-    finished = execute(["forked", "0", *words])
+    """`call`, but what imports torch is forked from a process that has done so; two ranks in place of a launcher."""
+    starts = ("-m", "--module")
+    place = next(
+        place
+        for place, word in enumerate(command)
+        if word.endswith(("train.py", "data_prep.py"))
+        or (word in starts and command[place + 1] != "pretraining.supervise")
+    )
+    words = (
+        ["-m", *command[place + 1 :]]
+        if command[place] in starts
+        else [Path(command[place]).name, *command[place + 1 :]]
+    )
+    finished = execute(["forked", "2" if "deepspeed" in command else "0", *words])
     if finished.code:
         raise CommandEnded(finished.code, f"{finished.stdout}{finished.stderr}")
     return finished.stdout
