@@ -15,9 +15,10 @@ import html
 import json
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from pathlib import Path
 from typing import NamedTuple
@@ -206,7 +207,10 @@ def train(request: str, data: FlyteDirectory, key: str) -> FlyteDirectory:
                 # they meet where Elastic's workers do: that store outlives every start of the ranks
                 words = ["torchrun", f"--nnodes={nodes}", f"--nproc_per_node={pipeline.world_size // nodes}"]
                 words += ["--rdzv_backend=c10d", f"--rdzv_endpoint={os.environ['PET_RDZV_ENDPOINT']}"]
-                pipeline.options.launcher = " ".join([*words, f"--rdzv_id={name}"])
+                # torchrun alone returns 1 whatever the doctor says
+                before = [sys.executable, "-m", "pretraining.supervise", "--restarts", "0", "--"]
+                words = [*(before if name == "doctor" else []), *words, f"--rdzv_id={name}"]
+                pipeline.options.launcher = " ".join(words)
             do(pipeline, name)
     return kept(
         request, without_checkpoints(pipeline.run.path) if not is_shared(request) else pipeline.run.path
@@ -339,8 +343,9 @@ def shown(page: Path) -> Iterator[None]:
             if not page.exists() or (written := page.stat().st_mtime_ns) == last:
                 continue
             last, before = written, set(sandbox.glob(f"*/{DECK_FILE_NAME}"))
-            show(page)
-            Deck.publish()
+            with suppress(OSError):  # a full disk: the next one may fit
+                show(page)
+                Deck.publish()
             # flytekit keeps a file of each: the disk of a long run would fill
             for older in published:
                 older.unlink(missing_ok=True)

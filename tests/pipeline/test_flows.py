@@ -119,7 +119,7 @@ def test_a_flow_runs_once_and_then_comes_from_the_cache(
     assert live["every_seconds"] == 0.1
     assert (live["runs"][0]["state"], live["runs"][0]["num_rows"]) == ("running", 1)
     decks = [page_of(path) for path in sandbox.glob("*/deck.html") if "srcdoc=" in path.read_text()]
-    assert {deck["runs"][0]["state"] for deck in decks} == {"finished"} and len(decks) == 2
+    assert {deck["runs"][0]["state"] for deck in decks} == {"finished"} and len(decks) > 1
     # the shards that were prepared are the only ones in folders of tasks: none was copied
     places = Path(flytekit.current_context().working_directory).parent
     made = {path.parents[1] for path in (*places.rglob("*.arrow"), *sandbox.rglob("*.arrow"))}
@@ -127,7 +127,7 @@ def test_a_flow_runs_once_and_then_comes_from_the_cache(
     second = flow.pretrain(**asked)
     assert second.evaluation == first.evaluation and len(calls()) == 6
     # another rate, the same tokens
-    flow.pretrain(**{**asked, "settings": [*settings, "training.learning_rate=0.02"]})
+    flow.pretrain(**{**asked, "settings": [*settings, "training.learning_rate=0.02"], "world_size": 1})
     assert calls()[6:] == ["pretraining.doctor", "train", "pretraining.evaluation"]
     assert place.texts.exists()
 
@@ -175,7 +175,7 @@ def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
 
 @pytest.mark.parametrize(
     ("ranks", "nodes", "message"),
-    [(16, 1, "a node has 8 H100-SXM"), (24, 5, "the same number of ranks"), (16, 2, "name a store")],
+    [(16, 1, "a node has 8 H100-SXM"), (16, 3, "the same number of ranks"), (16, 2, "name a store")],
 )
 def test_ranks_that_the_nodes_cannot_have_are_refused(tmp_path, ranks, nodes, message):
     from flows.pretrain import needed
