@@ -3,10 +3,12 @@
 import html
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import s3fs
 
 from pretraining.errors import UserError
 from pretraining.pipeline import step
@@ -15,6 +17,7 @@ from pretraining.pipeline.step import Pipeline
 from pretraining.pipeline.steps import Plan
 from pretraining.runtime.processes import CommandEnded
 from tests.gear.object_store import BUCKET, s3_server, use_here
+from tests.gear.runs import Started, forked_programs, free_port
 from tests.pipeline.test_pipeline import SHORT, Place, forked
 from tests.reporting.test_reporting import embedded
 
@@ -137,24 +140,57 @@ def page_of(deck: Path) -> dict:
     return embedded(html.unescape(deck.read_text().partition('srcdoc="')[2].partition('"')[0]))
 
 
+def test_two_pods_train_one_run_without_a_shared_disk(workshop, tmp_path, monkeypatch):
+    """Elastic's first worker has the result, and its deck is in the store; the other node gives nothing back."""
+    with s3_server(tmp_path / "log") as address:
+        use_here(monkeypatch, address)
+        asked = {"recipe": str(workshop.recipe), "settings": list(SHORT), "store": f"s3://{BUCKET}/runs"}
+        asked |= {"world_size": 2, "nodes": 2, "restarts": 0, "folder": ""}
+        asked |= dict.fromkeys(("deepspeed", "gpu", "launcher", "publish"), "")
+        asked["settings"] += ["report.every_seconds=0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.gear.pods",
+            f"s3://{BUCKET}/meta",
+            json.dumps(asked),
+            workshop.data,
+        ]
+        variables = {"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
+        # two pods on one machine: their names lead to itself
+        variables |= {
+            "FLYTE_INTERNAL_EXECUTION_ID": "pods",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "TMPDIR": str(tmp_path),
+        }
+        pods = [Started(command, **variables, **forked_programs()) for _ in range(2)]
+        first, other = sorted((pod.finish() for pod in pods), key=lambda pod: "\nrun: " not in pod.stdout)
+        assert (first.code, other.code) == (0, 0), first.output + other.output
+        run = Path(first.stdout.rpartition("run: ")[2].strip())
+        deck = tmp_path / "deck.html"
+        deck.write_bytes(s3fs.S3FileSystem().cat(f"{BUCKET}/meta/deck.html"))
+    assert json.loads((run / "plan.json").read_text())["world_size"] == 2 and (run / "export").is_dir()
+    assert "run: " not in other.stdout and page_of(deck)["runs"][0]["state"] == "finished"
+
+
 def planned_on(recipe: str, ranks: int, gpu: str, folder: Path) -> Pipeline:
     words = ["--recipe", recipe, "--world_size", str(ranks), "--gpu", gpu, "--output_dir", str(folder)]
     return Pipeline(parse(words))
 
 
 def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
-    """As the dynamic workflow would be sent to a cluster: GPUs, host memory, disk and a time limit."""
+    """As the workflow is sent to a cluster: GPUs, host memory and disk of each of two nodes, a time limit."""
     from flytekit.configuration import Image, ImageConfig, SerializationSettings
     from flytekit.core.context_manager import ExecutionState, FlyteContextManager
 
     from flows import pretrain as flow
 
-    pipeline = planned_on("30b", 8, "H200-SXM", tmp_path)
-    needs = flow.needed(pipeline, {"nodes": 1, "folder": ""})
+    pipeline, place = planned_on("30b", 16, "H200-SXM", tmp_path), {"nodes": 2, "folder": "/shared"}
+    needs = flow.needed(pipeline, place)
     assert needs["gpu"] == "8" and int(needs["mem"].removesuffix("Gi")) > 100 and needs["hours"] > 24
     planned = {"needs": needs, "keys": dict.fromkeys(("prepare", "train", "publish"), "k")}
     planned["facts"] = Plan(pipeline).run()
-    request = json.dumps({"publish": "", "folder": "", "nodes": 1})
+    request = json.dumps({"publish": "", **place})
     settings = SerializationSettings(
         image_config=ImageConfig(default_image=Image("i", "i", "1")), project="p", domain="d", version="v"
     )
@@ -171,6 +207,8 @@ def test_the_training_task_asks_for_what_the_plan_needs(tmp_path):
     asked = {each.name: each.value for each in nodes["train"].task_node.overrides.resources.requests}
     assert needs["gpu"] in asked.values() and needs["mem"] in asked.values()
     assert nodes["train"].metadata.timeout.total_seconds() == 3600 * needs["hours"]
+    (job,) = [task.custom for task in spec.tasks if task.type == "pytorch"]
+    assert job["workerReplicas"]["replicas"] == 2 and job["elasticConfig"]["nprocPerNode"] == 1
 
 
 @pytest.mark.parametrize(
