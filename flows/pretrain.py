@@ -176,14 +176,9 @@ def on_nodes(nodes: int | str, **variables: str) -> Callable:
     supervisor, which repeats crashes and hangs, but no refusal; Elastic would repeat all three.
     """
     elastic = Elastic(nnodes=nodes, nproc_per_node=1, start_method="fork")
-    more = {
-        "cache": cached("data"),
-        "retries": 10,
-        "enable_deck": True,
-        "environment": variables,
-        "shared_memory": True,
-    }
-    return task(task_config=elastic, requests=SMALL, **more)
+    # with the shared memory that NCCL and data workers need
+    more = {"retries": 10, "enable_deck": True, "shared_memory": True, "environment": variables}
+    return task(task_config=elastic, requests=SMALL, cache=cached("data"), **more)
 
 
 # in the pods of several nodes the operator says how many they are
@@ -338,18 +333,19 @@ def shown(page: Path) -> Iterator[None]:
 
     def follow() -> None:
         sandbox = Path(FlyteContextManager.current_context().file_access.local_sandbox_dir)
-        last, published = None, set()
+        last, published = 0, set()
         while not over.wait(SHOWN_EVERY_SECONDS):
-            if not page.exists() or (written := page.stat().st_mtime_ns) == last:
-                continue
-            last, before = written, set(sandbox.glob(f"*/{DECK_FILE_NAME}"))
-            with suppress(OSError):  # a full disk: the next one may fit
+            # there is no page yet, or the disk is full
+            with suppress(OSError):
+                if (written := page.stat().st_mtime_ns) == last:
+                    continue
+                last, before = written, set(sandbox.glob(f"*/{DECK_FILE_NAME}"))
                 show(page)
                 Deck.publish()
-            # flytekit keeps a file of each: the disk of a long run would fill
-            for older in published:
-                older.unlink(missing_ok=True)
-            published = set(sandbox.glob(f"*/{DECK_FILE_NAME}")) - before
+                # flytekit keeps a file of each: the disk of a long run would fill
+                for older in published:
+                    older.unlink(missing_ok=True)
+                published = set(sandbox.glob(f"*/{DECK_FILE_NAME}")) - before
 
     follower = threading.Thread(target=context.run, args=(follow,), daemon=True)
     follower.start()
