@@ -35,6 +35,7 @@ from pretraining.doctor.rates import measure_devices, measure_messages
 from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import duration, several
+from pretraining.runtime.exit_codes import tell_exit_code
 from pretraining.runtime.host import GLOO_INTERFACE, loopback_name, own_address
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 
@@ -88,7 +89,9 @@ def examine_cluster(options: Namespace, machine: list[Finding]) -> tuple[list[Fi
 
 
 def end_rank(code: int) -> None:
-    """End this process at once with this exit code."""
+    """End this process at once with this exit code, which a supervisor learns whatever the launcher returns."""
+    if code:
+        tell_exit_code(code)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: a thread may hang inside a library, and an orderly end would wait for it for ever.
