@@ -18,6 +18,7 @@ from pretraining.doctor.shared import compare_ranks, judge_clocks
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe, recipe_names
+from pretraining.runtime.exit_codes import SUPERVISOR
 from pretraining.training import profile
 from tests.gear.doctor_ranks import NAMES
 from tests.gear.hosts import hosts
@@ -269,10 +270,12 @@ def test_torchrun_starts_it_too(tmp_path):
 
 
 def examine_with(fault: str, folder: Path, *options: str, ranks: int = 2) -> tuple[int, list[dict]]:
-    """Exit code and findings of ranks with this fault (`tests/gear/doctor_ranks.py`)."""
+    """Exit code and findings of ranks with this fault (`tests/gear/doctor_ranks.py`); a supervisor learns the code."""
     command = ["forked", str(ranks), "-m", "tests.gear.doctor_ranks", fault, str(folder), *options]
-    finished = execute(command, timeout=TEST_SECONDS)
+    (told := folder / "supervisor").mkdir()
+    finished = execute(command, timeout=TEST_SECONDS, **{SUPERVISOR: str(told)})
     assert "Traceback" not in finished.stderr, finished.output
+    assert not finished.code or (told / "exit_code").read_text() == str(finished.code)
     return finished.code, answer_of(finished.stdout)["findings"]
 
 
