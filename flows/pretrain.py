@@ -151,8 +151,11 @@ def needed(pipeline: Pipeline, asked: dict) -> dict:
 def plan(request: str) -> str:
     """Plan the run and name what the other tasks depend on; a run that cannot fit ends the workflow here."""
     pipeline = open_pipeline(request)
+    asked, context = json.loads(request), FlyteContextManager.current_context()
+    if asked["nodes"] > 1 and context.execution_state.is_local_execution():
+        raise UserError("nodes: this machine is one; add --remote behind `pyflyte run`, or leave --nodes out")
     facts = {
-        "needs": needed(pipeline, json.loads(request)),
+        "needs": needed(pipeline, asked),
         "keys": keys_of(pipeline),
         "facts": Plan(pipeline).run(),
     }

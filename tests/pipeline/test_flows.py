@@ -60,7 +60,7 @@ def calls(monkeypatch, tmp_path) -> Callable[[], list[str]]:
         return forked(command, *arguments, **more)
 
     monkeypatch.setattr(step, "call", noted)
-    return lambda: started.read_text().splitlines()
+    return lambda: started.read_text().splitlines() if started.exists() else []
 
 
 @pytest.fixture
@@ -217,3 +217,12 @@ def test_ranks_that_the_nodes_cannot_have_are_refused(tmp_path, ranks, nodes, me
 
     with pytest.raises(UserError, match=message):
         needed(planned_on("7b", ranks, "H100-SXM", tmp_path), {"nodes": nodes, "folder": ""})
+
+
+def test_several_nodes_are_refused_on_one_machine(calls):
+    """Elastic would wait for the others."""
+    from flows.pretrain import pretrain
+
+    with pytest.raises(UserError, match="add --remote"):
+        pretrain(recipe="tiny", world_size=2, nodes=2)
+    assert not calls()
