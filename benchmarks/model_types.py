@@ -54,7 +54,8 @@ def main() -> None:
     known = abilities[passed[0]]
     able = {ability: sum(abilities[name][ability] is None for name in passed) for ability in known}
     if options.keep:
-        versions = {name: version(name) for name in ("torch", "transformers", "deepspeed")}
+        # without the mark of the build: 2.15.0 of 2.15.0+cpu
+        versions = {name: version(name).partition("+")[0] for name in ("torch", "transformers", "deepspeed")}
         kept = {"versions": versions, "types": dict(sorted(abilities.items())), "own": classes_of_recipes()}
         MEASURED.write_text(one_line_each(kept) + "\n", encoding="utf-8")
     values = {"tried": len(verdicts), "able": able, "passed": passed, "failed": failed}

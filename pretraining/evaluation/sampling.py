@@ -98,7 +98,7 @@ def continued(
             max_new_tokens=num_tokens,
             pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each text
             # the config says False, which is right for training; a class of one's own may have no cache
-            use_cache="past_key_values" in inspect.signature(model.forward).parameters,
+            use_cache="cache" in inspect.signature(model.forward).parameters,
             tokenizer=tokenizer,  # for stop strings
             streamer=TokensCounted(),
             # Until no rank needs another token: ranks may exchange in every forward pass. transformers asks for it

@@ -78,7 +78,7 @@ class FakeRanks(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, *_: object, **__: object):
         super().__init__(rank, size)
-        # torch 2.13 sets attributes of it when it has made a group (distributed_c10d.py).
+        # torch 2.15 sets attributes of it when it has made a group (distributed_c10d.py).
         self.options = SimpleNamespace()
         self._rank, self._size = rank, size
 
@@ -104,18 +104,22 @@ class FakeRanks(dist.ProcessGroup):
 
     supports_splitting, supports_coalescing = True, False
 
-    def split_group(self, ranks: list[int], *, group_name: str, **_: object) -> "FakeRanks | None":
+    def new_group(
+        self, ranks: list[int], *, group_name: str, backend: str | None = None, **_: object
+    ) -> "FakeRanks | None":
         if self._rank not in ranks:
             return None
-        split = type(self)(None, ranks.index(self._rank), len(ranks))
-        split._set_group_name(group_name)
-        return split
+        made = type(self)(None, ranks.index(self._rank), len(ranks))
+        made._set_group_name(group_name)
+        made.backend = backend or self.backend
+        return made
+
+    split_group = new_group
 
     def shutdown(self, *_: object) -> None:
         """Do nothing, as what follows: there is nobody to connect to."""
 
-    eager_connect_single_device = perform_nocolor_split = get_group_store = shutdown
-    _set_sequence_number_for_group = _start_coalescing = shutdown
+    eager_connect_single_device = get_group_store = _start_coalescing = shutdown
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -178,7 +182,8 @@ def fake_ranks(
     """
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a real group: leave that one first")
-    backends = {"ProcessGroupNCCL": "nccl", "ProcessGroupGloo": "gloo"}
+    # torch 2.15 makes the group for NCCL by the second of these, and takes its options from the first
+    backends = {"ProcessGroupNCCL": "nccl", "ProcessGroupNCCL2": "nccl", "ProcessGroupGloo": "gloo"}
     made = {name: {"backend": backend, "network": network} for name, backend in backends.items()}
     stand_ins = {
         **{name: type(name, (FakeRanks,), attributes) for name, attributes in made.items()},
@@ -190,9 +195,11 @@ def fake_ranks(
     objects = _object_collectives(network)
     local_rank, local_size = place or (rank, size)
     places = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": local_size}
+    # torch's recorder of collectives reads the names of its own groups
+    variables = {**places, "TORCH_FR_BUFFER_SIZE": 0}
     with ExitStack() as undone:
         # The variables of a launcher, from which the libraries read their rank.
-        undone.enter_context(mock.patch.dict(os.environ, {name: str(n) for name, n in places.items()}))
+        undone.enter_context(mock.patch.dict(os.environ, {name: str(n) for name, n in variables.items()}))
         undone.enter_context(mock.patch.multiple(distributed_c10d, create=True, **stand_ins, **objects))
         # torch.distributed holds these names a second time.
         undone.enter_context(mock.patch.multiple(dist, **objects))

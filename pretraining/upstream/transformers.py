@@ -261,7 +261,7 @@ def call_recomputed(block: Any, function: Callable, *args: Any, **kwargs: Any) -
     if not block.gradient_checkpointing:
         return function(*args, **kwargs)
     # as in that wrapper: a cache would be written twice
-    kwargs |= {name: None for name in ("past_key_values", "layer_past") if name in kwargs}
+    kwargs |= {name: None for name in ("cache", "layer_past") if name in kwargs}
     kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
     return block._gradient_checkpointing_func(partial(function, **kwargs), *args)
 

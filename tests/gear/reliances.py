@@ -14,9 +14,9 @@ VERSIONS = {
     "py-cpuinfo": "9.0.0",
     "deepspeed": "0.19.8",
     "lm_eval": "0.4.13",
-    "torch": "2.13.0",
+    "torch": "2.15.0",
     "torchao": "0.18.0",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
 }
 """Package -> the version with which its names were checked; requirements*.txt pin the same."""
 
@@ -236,14 +236,14 @@ torch test_operators.py
 torch test_upstream.py
     cpuinfo.get_cpu_info()
     torch.cuda.memory._record_memory_history(enabled, context, stacks, max_entries, device, clear_history,
-        compile_context, global_record_annotations, skip_actions)
+        compile_context, global_record_annotations, skip_actions, record_pinned_host_memory, record_cuda)
     torch.cuda.memory._dump_snapshot(filename, augment_with_fx_traces)
 torch test_compiling.py
     torch.utils._triton.has_triton
     torch._inductor
     torch._inductor.config.compile_threads
     torch._functorch.config.force_non_lazy_backward_lowering
-    torch._dynamo.maybe_mark_dynamic(t, index)
+    torch._dynamo.maybe_mark_dynamic(t, index, min, max)
     torch._dynamo.mark_dynamic(t, index, hint_override, min, max, specialize_on)
 torch test_planning_sizes.py
     torch.ops.aten._scaled_mm
@@ -298,7 +298,6 @@ fake_ranks test_rehearsal.py
 fake_ranks test_fake_gpu.py
     torch.distributed.ProcessGroup._get_backend
     torch.distributed.ProcessGroup._device_types
-    torch.distributed.ProcessGroup._set_sequence_number_for_group
     torch.distributed.ProcessGroup._set_group_name
     torch.distributed.ProcessGroup._start_coalescing
     torch.distributed.ProcessGroup._end_coalescing

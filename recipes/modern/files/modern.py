@@ -182,7 +182,7 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
             config=self.config,
             inputs_embeds=x,
             attention_mask=attention_mask,
-            past_key_values=None,
+            cache=None,
             position_ids=position_ids,
         )
         for layer in self.layers:
