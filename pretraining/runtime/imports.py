@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import warnings
 
 MOST_ROUNDED_MIB = 64
 """MiB. Larger pinned buffers are not rounded up to a power of two, and not kept after their release."""
@@ -30,8 +29,6 @@ def silence_libraries() -> None:
     for logger, message in BENIGN:
         # m=message binds this turn's message; a lambda reads its other names when it is called
         logging.getLogger(logger).addFilter(lambda record, m=message: m not in record.getMessage())
-    # torch 2.13 renamed collectives that DeepSpeed 0.19.8 still calls by their old names.
-    warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed")
 
 
 def prepare_imports() -> None:
