@@ -44,10 +44,11 @@ lint: $(VENV)/installed-dev
 schema: $(VENV)/installed
 	python recipes/generate_schema.py
 
-# From an environment that holds requirements-dev.txt and nothing else. The build of torch is the machine's.
+# From an environment that holds requirements-dev.txt and nothing else. The build of torch is the machine's, and so are the
+# packages of CUDA that it brings.
 lock: $(VENV)/installed-dev
 	grep '^#' requirements.lock > requirements.lock.new
-	python -m pip freeze --all --exclude pip | sed 's/+cpu$$//; s/+cu[0-9]*$$//' >> requirements.lock.new
+	python -m pip freeze --all --exclude pip | grep -Ev '^(cuda|nvidia)-|^triton=' | sed 's/+cpu$$//; s/+cu[0-9]*$$//' >> requirements.lock.new
 	mv requirements.lock.new requirements.lock
 
 clean:

@@ -350,7 +350,7 @@ def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | 
     batch = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
     if "position_ids" not in batch:
         return batch
-    # With a cache, transformers 5.23 takes positions that start again for one text
+    # With a cache, transformers 5.24 takes positions that start again for one text
     # (`masking_utils._preprocess_mask_arguments`).
     return {**batch, **document_borders(batch["position_ids"]), "use_cache": False}
 

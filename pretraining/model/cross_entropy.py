@@ -333,7 +333,7 @@ def _join(
 def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:
     """Compute log(Z) of every row in fp32, in the form that inductor turns into an online softmax.
 
-    Inductor matches it (`prepare_softmax_pattern` of torch 2.13); in another form it would read the logits twice.
+    Inductor matches it (`prepare_softmax_pattern` of torch 2.15); in another form it would read the logits twice.
     """
     wide = logits.to(_precision(logits.dtype))
     largest = wide.amax(-1, keepdim=True)

@@ -299,7 +299,7 @@ def _experts(case: _Case) -> Objection | None:
     """Warn about experts that are multiplied one after another."""
     precision = case.setup.precision
     experts = any(tensor.kind == ROUTER for tensor in parameter_tensors(case.recipe.model))
-    # grouped products need bf16 weights; autocast does not help (transformers 5.23, integrations/moe.py `_grouped_mm`)
+    # grouped products need bf16 weights; autocast does not help (transformers 5.24, integrations/moe.py `_grouped_mm`)
     if case.limit is None or not experts or (precision.name == "bf16" and not precision.is_autocast):
         return None
     weights = "fp32" if precision.is_autocast else precision.name

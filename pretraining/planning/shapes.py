@@ -218,7 +218,7 @@ def _whole(value: Any) -> int | None:
 
 
 def is_mixture(shape: dict, layer: int) -> bool:
-    """Return whether this layer of a type with a formula is a mixture of experts (as transformers 5.23 chooses)."""
+    """Return whether this layer of a type with a formula is a mixture of experts (as transformers 5.24 chooses)."""
     if shape["model_type"] == "mixtral":
         return True
     if shape["model_type"] != "qwen3_moe" or not shape["num_experts"]:
@@ -277,7 +277,7 @@ def _counted(section: str) -> CountedModel:
 
 
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
-    """Return every parameter of a recipe's model section, as transformers 5.23 orders them (modeling_<type>.py)."""
+    """Return every parameter of a recipe's model section, as transformers 5.24 orders them (modeling_<type>.py)."""
     return _tensors_of(json.dumps(model, sort_keys=True), is_exact(model))
 
 
@@ -352,7 +352,7 @@ def _llama_like(shape: dict, widths: Widths) -> list[Tensor]:
         at = f"model.layers.{layer}.mlp"
         if is_mixture(shape, layer):
             tensors += _matrix(ROUTER, f"{at}.gate", layer, widths.experts, width)
-            # transformers 5.23 keeps a layer's experts in two tensors: both halves of the gate, and the way back
+            # transformers 5.24 keeps a layer's experts in two tensors: both halves of the gate, and the way back
             for name, rows in (("gate_up_proj", 2 * widths.expert_inner), ("down_proj", widths.expert_inner)):
                 numel, factors = widths.experts * rows * width, widths.experts * (rows + width)
                 tensors.append(Tensor.of_part("experts", numel, layer, factors, f"{at}.experts.{name}"))

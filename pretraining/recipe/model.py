@@ -245,7 +245,7 @@ def read_config(model: Any) -> tuple[Any, str]:
 def with_rope_parameters(section: dict, old: Sequence[str]) -> dict:
     """Put the keys `old` of rotary positions into `rope_parameters`.
 
-    As `PreTrainedConfig.convert_rope_params_to_dict` of transformers 5.23 does, for the types that leave it to that.
+    As `PreTrainedConfig.convert_rope_params_to_dict` of transformers 5.24 does, for the types that leave it to that.
     """
     beside = {key: section[key] for key in old if key != "rope_scaling" and section.get(key) is not None}
     inside = dict(section.get("rope_scaling") or section.get("rope_parameters") or {})

@@ -141,7 +141,7 @@ def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bo
 def prefetch_factor(recipe: Recipe, accumulation_steps: int) -> int:
     """Return how many batches each worker keeps ready. Together the workers hold a whole step, if memory allows it.
 
-    The Trainer takes all micro-batches of a step before the first forward pass (transformers 5.23,
+    The Trainer takes all micro-batches of a step before the first forward pass (transformers 5.24,
     `Trainer.get_batch_samples`). The GPU waits for those that are not ready then.
     """
     workers = recipe.training.dataloader_num_workers

@@ -112,7 +112,7 @@ class Operation(NamedTuple):
 def operations_of(averages: Iterable) -> list[Operation]:
     """Read the rows of torch's `key_averages()`, whose times are in microseconds."""
     # A kernel's time is in its own row, in that of the operation that launched it, and in those of the annotations
-    # around it (torch 2.13, autograd/profiler_util.py). Count the device's time from kernels alone.
+    # around it (torch 2.15, autograd/profiler_util.py). Count the device's time from kernels alone.
     rows = [each for each in averages if not (_on_device(each) and each.is_user_annotation)]
     counts_device = _on_device if any(map(_on_device, rows)) else lambda each: True
     return [

@@ -130,7 +130,7 @@ def prepare_rank() -> str:
     num_threads = max(1, cores // ranks_here())
     os.environ["OMP_NUM_THREADS"] = str(num_threads)  # overwritten on purpose: launchers set it to 1
     torch.set_num_threads(num_threads)
-    # MKL (2024.2, in torch 2.13's builds for x86) detects the processor when one of its vector functions is first
+    # MKL (2024.2, in torch 2.15's builds for x86) detects the processor when one of its vector functions is first
     # called, but not safely with several threads: another kernel may then compute a part of the tensor. In one of
     # twelve runs on two cores, the first `tanh` of the first layer differed in its last bits, then all gradients of
     # step 1 and, from step 6 on, the printed loss. So MKL chooses now: one element never goes to a second thread.

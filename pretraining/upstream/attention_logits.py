@@ -1,4 +1,4 @@
-"""See the queries and keys of every attention layer, and know which weights make them; transformers 5.23.0.
+"""See the queries and keys of every attention layer, and know which weights make them; transformers 5.24.0.
 
 Every class asks `AttentionInterface.get_interface` for its kernel in each forward pass, and calls it with (layer,
 queries, keys, values, mask) and `scaling`. The method is wrapped: a kernel is called as before, and while the watch is

@@ -29,7 +29,7 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
 
 Changed:
 
-- Drawing under ZeRO-3 (`no_zero3_draw`; transformers 5.23): inside `no_init_weights` no weight is drawn at the other
+- Drawing under ZeRO-3 (`no_zero3_draw`; transformers 5.24): inside `no_init_weights` no weight is drawn at the other
   stages, but under ZeRO-3 `PreTrainedModel._from_config` gathers every module once more and draws all the same. We draw
   them ourselves, or load them: at 30b that pass is seconds of communication for nothing. Held by test_model.py;
   it may go once `no_init_weights` counts there too.
@@ -41,7 +41,7 @@ Changed:
 - Which gradient norms refuse a step (`refuse_norms`): each optimizer looks `is_invalid_grad_norm` up in its module.
   Held by test_stability.py; may go once DeepSpeed has a limit for the norm.
 - Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by test_compiling.py.
-- The limit of a group that is made without one (`wait_in_every_group`; torch 2.13): DeepSpeed reduces in a group of its
+- The limit of a group that is made without one (`wait_in_every_group`; torch 2.15): DeepSpeed reduces in a group of its
   own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
   test_launchers.py; may go once DeepSpeed hands its own limit on to every group.
 - Reductions through shared memory (`leave_out_shared_memory`): DeepSpeed's table of operators that this machine can

@@ -1,6 +1,6 @@
 """Which matrices a model's parameters hold, seen from the modules of its class.
 
-transformers 5.23.0: `Conv1D` keeps [inputs, outputs], and classes name fused projections and the parts of experts in
+transformers 5.24.0: `Conv1D` keeps [inputs, outputs], and classes name fused projections and the parts of experts in
 their own ways. Held by test_muon.py and test_model.py.
 """
 

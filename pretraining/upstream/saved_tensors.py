@@ -1,6 +1,6 @@
 """What a forward pass keeps for the backward pass: on fake tensors, which need neither memory nor a GPU.
 
-What torch 2.13 and transformers 5.23 keep private:
+What torch 2.15 and transformers 5.24 keep private:
 
 - Fake tensors (`FakeTensor`, `FakeTensorMode`): torch's `_subclasses`. Plain meta tensors know no autocast.
 - Weights and buffers of a module (`_parameters`, `_buffers`): fake ones take their place, as no public way sets a

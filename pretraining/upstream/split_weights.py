@@ -26,7 +26,7 @@ parameter.
 
 AutoEP itself (`expert_parallel`, module_inject/auto_ep.py) is not used. It replaces router and experts by modules of
 its own: weights get other names and shapes, and the router has no logits of its class, by which the router losses, the
-load of experts, checkpoints and exports work. With transformers 5.23.0 it stops at the first layer: the registry of
+load of experts, checkpoints and exports work. With transformers 5.24.0 it stops at the first layer: the registry of
 recorded outputs (`_CanRecordRegistry`) has lost the default of its `get`.
 """
 

@@ -30,7 +30,7 @@ class Missing(NamedTuple):
 
 
 def missing_for_operators(nvme: bool, torch_cuda: str | None) -> Iterator[Missing]:
-    """Yield what DeepSpeed's operators for offloading lack (deepspeed 0.19.8, torch 2.13 utils/cpp_extension.py).
+    """Yield what DeepSpeed's operators for offloading lack (deepspeed 0.19.8, torch 2.15 utils/cpp_extension.py).
 
     CPU Adam needs a C++ compiler and ninja; `async_io`, for NVMe, libaio, and beside a GPU the toolkit of torch's CUDA
     (ops/op_builder/async_io.py, `CUDAOpBuilder.nvcc_args`).
@@ -59,8 +59,8 @@ def missing_for_operators(nvme: bool, torch_cuda: str | None) -> Iterator[Missin
 def missing_for_kernels(on_gpu: bool) -> Iterator[Missing]:
     """Yield what inductor lacks to generate code for its device, except the package triton.
 
-    triton 3.7 builds a small C extension of Python at its first kernel (backends/nvidia/driver.py); on the processor
-    inductor (torch 2.13, config.cpp.cxx) generates C++.
+    triton 3.9 builds a small C extension of Python at its first kernel (backends/nvidia/driver.py); on the processor
+    inductor (torch 2.15, config.cpp.cxx) generates C++.
     """
     if not on_gpu:
         cxx = os.environ.get("CXX", "g++")

@@ -1,4 +1,4 @@
-"""What torch keeps private, as far as a run needs it; torch 2.13.0.
+"""What torch keeps private, as far as a run needs it; torch 2.15.0.
 
 Schedulers and optimizers:
 
@@ -121,7 +121,7 @@ def fix_no_length(tensor: torch.Tensor) -> None:
 def compiled_both_ways(compiled: Callable) -> Callable:
     """Call compiled code so that its backward pass is compiled in the first call too, or that call fails.
 
-    Otherwise torch 2.13 reports a failure only in the backward pass, when nothing can be done about it any more.
+    Otherwise torch 2.15 reports a failure only in the backward pass, when nothing can be done about it any more.
     """
     from torch._functorch import config
 

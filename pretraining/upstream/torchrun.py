@@ -1,4 +1,4 @@
-"""What torchrun keeps private about how its nodes meet; torch 2.13.0.
+"""What torchrun keeps private about how its nodes meet; torch 2.15.0.
 
 - A rendezvous that is over stays closed (`closed_meetings`, `forget_meeting`): its state is a pickled object at
   `torch.rendezvous.ID` of the store, and the values of its rounds are at `torch.rendezvous.ID.ROUND/...`. A store that

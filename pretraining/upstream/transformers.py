@@ -21,7 +21,7 @@ run's own Trainer fills in:
 Held by test_upstream.py, which compares the signatures, and by every test that trains. A row may go once
 transformers calls something public there.
 
-A model's classes (transformers 5.23.0, torch 2.13.0, deepspeed 0.19.8):
+A model's classes (transformers 5.24.0, torch 2.15.0, deepspeed 0.19.8):
 
 - A class's rule for drawing weights (`draw_module`): `PreTrainedModel._init_weights`, which every class overrides.
   transformers calls it once for a whole model, from one generator, and under ZeRO-3 in another order: initial weights

@@ -56,7 +56,8 @@ FOUND = {
         "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xmod"
     ),
     "some of its parameters get no gradient from text alone": (
-        "afmoe axk2 deepseek_v32 deepseek_v4 ernie4_5_moe git glm_moe_dsa hrm_text hy_v4 laguna phi4_multimodal trocr"
+        "afmoe axk2 deepseek_v32 deepseek_v4 ernie4_5_moe git glm_moe_dsa hrm_text hy_v4 inkling2_loop_text laguna "
+        "phi4_multimodal trocr"
     ),
     "no module of transformers draws its initial weights": "openai-gpt",
     "a small one could not be built and tried": (
@@ -64,7 +65,7 @@ FOUND = {
         "zamba zamba2"
     ),
 }
-"""Why some types do not train here, as benchmarks/model_types.py found with transformers 5.23."""
+"""Why some types do not train here, as benchmarks/model_types.py found with transformers 5.24."""
 REFUSED = {model_type: reason for reason, names in FOUND.items() for model_type in names.split()}
 
 

@@ -1,6 +1,6 @@
 """Bytes that a forward pass keeps for its backward pass: per layer, outside the layers, and around the loss.
 
-They are counted tensor by tensor from transformers 5.23 (modeling_gpt2.py, modeling_llama.py and similar files), as
+They are counted tensor by tensor from transformers 5.24 (modeling_gpt2.py, modeling_llama.py and similar files), as
 CUDA kernels save them. benchmarks/memory.py compares the counts with torch's memory tracker.
 """
 

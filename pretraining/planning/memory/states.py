@@ -86,7 +86,7 @@ def _states_of(recipe: Recipe) -> OptimizerStates:
     if "8bit" in optim and "torch" not in optim:
 
         def in_8_bit(tensor: Tensor) -> float:
-            # embeddings stay fp32 (transformers 5.23, trainer.py), as small tensors do
+            # embeddings stay fp32 (transformers 5.24, trainer.py), as small tensors do
             if tensor.numel < SMALLEST_IN_8_BIT or tensor.kind == EMBEDDING:
                 return FP32 * numbers * tensor.numel
             # one byte for each number, and an fp32 scale for each group of them
@@ -270,7 +270,7 @@ def _persistent(config: dict, tensors: Sequence[Tensor]) -> int:
     """Return the elements of tensors that stage 3 never releases (`param_persistence_threshold`, zero/config.py)."""
     threshold = config["zero_optimization"].get("stage3_param_persistence_threshold", 100_000)
     if threshold == "auto":
-        # 10 x the hidden size (transformers 5.23, integrations/deepspeed.py); the last norm is as wide as the model
+        # 10 x the hidden size (transformers 5.24, integrations/deepspeed.py); the last norm is as wide as the model
         outside = [t.numel for t in tensors if t.layer is None and not t.decays]
         threshold = 10 * max(outside, default=0)
     return sum(tensor.numel for tensor in tensors if tensor.numel <= threshold)
@@ -359,7 +359,7 @@ def buffers(setup: Setup) -> Buffers:
     if setup.ds_config is None:
         return Buffers(0, 0, 0, 0)
     config, stage, zero = setup.ds_config, setup.stage, setup.ds_config["zero_optimization"]
-    # the model's width decides what `"auto"` becomes (transformers 5.23, integrations/deepspeed.py)
+    # the model's width decides what `"auto"` becomes (transformers 5.24, integrations/deepspeed.py)
     element, width = setup.precision.weights, value_of(setup.recipe.model, "hidden_size")
     tensors, total = setup.held, sum(family.trained_numel for family in setup.families)
     # elements that a rank steps
