@@ -293,6 +293,8 @@ def keep_buffers(model: PreTrainedModel, names: Iterable[str]) -> None:
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 _positions: list[torch.Tensor | None] = [None]
 """Those of the forward pass that runs."""
+_MADE: set[Callable] = set()
+"""Masks that begin anew already: transformers wraps its own functions too, so `__wrapped__` does not tell them apart."""
 
 
 def mask_by_positions(model: PreTrainedModel) -> None:
@@ -307,7 +309,7 @@ def mask_by_positions(model: PreTrainedModel) -> None:
     code = sys.modules[type(model.base_model).__module__]
     for name in _MASKS:
         create = getattr(code, name, None)
-        if create is not None and not hasattr(create, "__wrapped__"):
+        if create is not None and create not in _MADE:
             setattr(code, name, _with_positions(create))
     model.register_forward_pre_hook(remember, with_kwargs=True)
     model.register_forward_hook(forget, always_call=True)
@@ -320,6 +322,7 @@ def _with_positions(create: Callable) -> Callable:
             keywords["position_ids"] = _positions[0]
         return create(*args, **keywords)
 
+    _MADE.add(with_positions)
     return with_positions
 
 
