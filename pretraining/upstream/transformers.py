@@ -294,7 +294,7 @@ _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chu
 _positions: list[torch.Tensor | None] = [None]
 """Those of the forward pass that runs."""
 _MADE: set[Callable] = set()
-"""Masks that begin anew already: transformers wraps its own functions too, so `__wrapped__` does not tell them apart."""
+"""Masks that begin anew already; `__wrapped__` does not tell them, since transformers wraps its own functions too."""
 
 
 def mask_by_positions(model: PreTrainedModel) -> None:
