@@ -7,6 +7,7 @@ Callbacks may have two methods beside the Trainer's own events:
 """
 
 import argparse
+import atexit
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ class SettledCollector(TrainerCallback):
         gc.collect()
         # what exists now lives as long as the run: later collections need not look at it
         gc.freeze()
+        # nothing frozen is freed at the exit either, and triton would list its own as leaks
+        atexit.register(gc.unfreeze)
         self.has_frozen = True
         gc.enable()
 
