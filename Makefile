@@ -48,7 +48,7 @@ schema: $(VENV)/installed
 # packages of CUDA that it brings.
 lock: $(VENV)/installed-dev
 	grep '^#' requirements.lock > requirements.lock.new
-	python -m pip freeze --all --exclude pip | grep -Ev '^(cuda|nvidia)-|^triton=' | sed 's/+cpu$$//; s/+cu[0-9]*$$//' >> requirements.lock.new
+	python -m pip freeze --all --exclude pip | grep -Ev '^(cuda-|nvidia-(cu|n)|triton=)' | sed 's/+cpu$$//; s/+cu[0-9]*$$//' >> requirements.lock.new
 	mv requirements.lock.new requirements.lock
 
 clean:
