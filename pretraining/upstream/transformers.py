@@ -56,6 +56,7 @@ A model's classes (transformers 5.24.0, torch 2.15.0, deepspeed 0.19.8):
 """
 
 import copy
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -252,8 +253,11 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def forward_of_class(block: Any) -> Callable:
-    """Return the block's forward pass without the checkpointing that transformers wraps around it."""
-    return type(block).forward.__wrapped__.__get__(block)
+    """Return the block's forward pass without the checkpointing and the old names that transformers wraps around it.
+
+    A graph that ends inside would end in each wrapper again.
+    """
+    return inspect.unwrap(type(block).forward).__get__(block)
 
 
 def call_recomputed(block: Any, function: Callable, *args: Any, **kwargs: Any) -> Any:
