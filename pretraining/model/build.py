@@ -61,6 +61,7 @@ from pretraining.upstream.torch import (
 from pretraining.upstream.transformers import (
     attention_of,
     call_recomputed,
+    capture_routers,
     forward_of_class,
     keep_buffers,
     mask_by_positions,
@@ -308,17 +309,25 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
 def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> Callable:
     """Compile a block with experts, or whose logits are seen, so that activation checkpointing calls the compiled code.
 
-    Other blocks are recomputed within their graph. Here graphs end inside of the block, at the routers' logits, at an
-    attention that is seen and at exchanges, and torch cannot end a graph inside of what is recomputed in it.
+    Other blocks are recomputed within their graph. Here routers' logits leave the block, and graphs end inside of it,
+    at an attention that is seen and at exchanges: torch can do neither inside of what is recomputed in a graph.
     """
     compiled = torch.compile(forward_of_class(module), **options)
     dispatches = [each.forward for each in expert_modules(module) if isinstance(each.forward, ExpertDispatch)]
 
+    hand_on = None
+
     def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hand_on
+        hand_on = hand_on or capture_routers(
+            module
+        )  # transformers' hooks are there since the first pass began
         for each in dispatches:
             each.kernels = kernels
         try:
-            return compiled(*args, **kwargs)
+            output = compiled(*args, **kwargs)
+            hand_on()
+            return output
         finally:  # a block that is not compiled, or a validation, takes plain ones
             for each in dispatches:
                 each.kernels = PLAIN_KERNELS

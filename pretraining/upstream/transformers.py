@@ -44,7 +44,10 @@ A model's classes (transformers 5.24.0, torch 2.15.0, deepspeed 0.19.8):
 - Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
   which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
 - How a layer is recomputed (`forward_of_class`, `call_recomputed`): `_gradient_checkpointing_func`, and that its
-  class's forward pass is wrapped once. Held by test_compiling.py.
+  class's forward pass is wrapped. Held by test_compiling.py.
+- What the routers of a compiled block say (`capture_routers`): `output_capturing_hook`, which `capture_outputs` hangs
+  on them, and torch's `Module._forward_hooks`. Held by test_compiling.py. May go once that hook can be traced for all
+  layers at once.
 - The two halves of what a module of experts computes (`grouped_product`, `activate`): `_grouped_linear`, and
   `_apply_gate`, which the same decorator gives every class; and whether it is these (`multiplies_in_groups`):
   `_experts_implementation`. Held by test_layouts.py.
@@ -268,6 +271,42 @@ def call_recomputed(block: Any, function: Callable, *args: Any, **kwargs: Any) -
     kwargs |= {name: None for name in ("cache", "layer_past") if name in kwargs}
     kwargs |= {"use_cache": False} if "use_cache" in kwargs else {}
     return block._gradient_checkpointing_func(partial(function, **kwargs), *args)
+
+
+def capture_routers(block: nn.Module) -> Callable:
+    """Let a graph of the block note its routers' logits; return what hands them to transformers, to be called after it.
+
+    Its own hooks ask what was captured before: traced, each layer would have a graph, and the ninth none.
+    """
+    routers: list[tuple[Any, Callable]] = []
+    for module in block.modules():
+        for number, hook in module._forward_hooks.items():
+            if getattr(hook, "__name__", "") == "output_capturing_hook":  # of install_output_capuring_hook
+                captured = inspect.getclosurevars(hook).nonlocals
+                module._forward_hooks[number] = _noting(hook, captured["key"], captured["index"])
+                if captured["key"] == "router_logits":
+                    routers.append((module, hook))
+                    routers[-1][0].noted = None
+
+    def hand_on() -> None:
+        for router, capture in routers:
+            if router.noted is not None:
+                capture(router, (), router.noted)
+                router.noted = None  # its graph holds activations
+
+    return hand_on
+
+
+def _noting(capture: Callable, key: str, index: int) -> Callable:
+    """Return the hook to take instead: in a graph, where nothing else is ever asked for, it notes routers' logits."""
+
+    def note(module: Any, inputs: tuple, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            capture(module, inputs, output)
+        elif key == "router_logits":
+            module.noted = output[index] if isinstance(output, tuple) else output
+
+    return note
 
 
 def multiplies_in_groups(experts: Any) -> bool:

@@ -165,7 +165,7 @@ def trained(
                 engine(input_ids=ids[:1, :9])
                 model.train()
     found |= {"held_too_long": max(inside), "graphs": counters["stats"]["unique_graphs"]}
-    found |= {name: dict(counters[name]) for name in ("graph_break", "recompiles")}
+    found["graph_break"] = dict(counters["graph_break"])
     engine.destroy()
     del alive
     return found

@@ -104,6 +104,8 @@ transformers test_balance.py
     transformers.PreTrainedModel._keep_in_fp32_modules_strict
 transformers test_compiling.py
     transformers.PreTrainedModel._set_gradient_checkpointing._gradient_checkpointing_func
+    transformers.utils.output_capturing.install_output_capuring_hook(module, key, index, capture_initial_hidden_state)
+    torch.nn.Module._forward_hooks
 transformers test_layouts.py
     transformers.PreTrainedConfig._experts_implementation
     transformers.integrations.moe._grouped_linear(input, weight, offs, bias, is_transposed)
