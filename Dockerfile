@@ -15,7 +15,7 @@
 
 # The CUDA of the pinned torch, whose compiler must be of the same release. For another tag:
 #   docker buildx imagetools inspect nvidia/cuda:TAG      (prints the digest)
-ARG BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92
+ARG BASE=nvidia/cuda:13.2.1-devel-ubuntu24.04@sha256:44a9504c6dfb50b1241464241b02a93871928f373de6f5a644cf5fe9f080aa63
 
 FROM ${BASE} AS system
 ARG DEBIAN_FRONTEND=noninteractive
@@ -60,7 +60,7 @@ LABEL org.opencontainers.image.title="pretraining-recipes" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.version="0.1.0" \
     org.opencontainers.image.revision="${REVISION}" \
-    org.opencontainers.image.base.name="docker.io/nvidia/cuda:13.0.1-devel-ubuntu24.04"
+    org.opencontainers.image.base.name="docker.io/nvidia/cuda:13.2.1-devel-ubuntu24.04"
 
 # takes on what a launcher leaves behind, and passes signals on
 ENTRYPOINT ["tini", "--"]
