@@ -346,7 +346,6 @@ def serve(place: str, host: str, port: int) -> None:
     Raises `UserError`: there is no such place, or the address of this machine cannot be used.
     """
     refuse_slips(place, "--serve")
-    # uvicorn raises the signal that ended it once more: SIGTERM would leave the folder behind
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as kept:
         store = StoredRuns(place.rstrip("/"), Path(kept)) if is_remote(place) else None
@@ -366,11 +365,25 @@ def serve(place: str, host: str, port: int) -> None:
         is_loopback = host == "localhost" if number is None else number.is_loopback
         token = None if is_loopback else secrets.token_urlsafe(24)
         shown = here if number and number.is_unspecified else f"[{host}]" if ":" in host else host
-        print(f"runs   {several(found, 'run')} in {place}")
-        print(f"page   http://{shown}:{port}/{f'?token={token}' if token else ''}", flush=True)
         app = Guard(
             application(runs, place.rstrip("/")), {"localhost", host.lower(), here.lower()}, token, port
         )
         plain: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off", "proxy_headers": False}
         plain |= {"log_level": "warning", "access_log": False, "server_header": False}
-        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **plain)).run([listener])
+        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **plain))
+        asked: list[int] = []
+
+        def end(number: int, frame: object) -> None:
+            asked.append(number)
+            server.should_exit = True
+
+        # From here on nothing is raised: the loop that starts would lose it. uvicorn has handlers of its own while it
+        # serves, and raises the signal that ended it once more: SIGTERM would leave the folder behind.
+        signal.signal(signal.SIGINT, end)
+        signal.signal(signal.SIGTERM, end)
+        print(f"runs   {several(found, 'run')} in {place}")
+        print(f"page   http://{shown}:{port}/{f'?token={token}' if token else ''}", flush=True)
+        server.run([listener])
+    if signal.SIGINT in asked:
+        raise KeyboardInterrupt
+    sys.exit(128 + signal.SIGTERM)

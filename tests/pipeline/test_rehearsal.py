@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -16,10 +17,9 @@ import train
 from pretraining.command_line import parse_train_arguments
 from pretraining.errors import UserError
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.rehearsal import rehearsal
 from pretraining.rehearsal.rank import RankPlace
 from pretraining.rehearsal.rehearsal import Rehearsal, rehearse
-from tests.gear.runs import LAUNCHED, MODELS, Workshop, completed, forked_programs
+from tests.gear.runs import LAUNCHED, MODELS, Workshop, completed, execute, forked_programs, launcher
 from tests.gear.served import Served
 
 RANKS = 60
@@ -30,13 +30,20 @@ ONE_EACH = (
     "budget.tokens=38400",
 )
 """A step of one sequence a rank."""
+FEW_RANKS = (*launcher("plain", 1), "-m", "tests.gear.few_ranks")
 
 
-def rehearsed(workshop: Workshop, folder: Path, *words, settings=(), data: Path | None = None) -> None:
-    """Rehearse the small recipe in this process, as `train.py --rehearse` does."""
+def words_of(workshop: Workshop, folder: Path, *words, settings=()) -> list[str]:
+    """The options of a rehearsal of the small recipe."""
     typed = workshop.options("--output_dir", folder / "run", "--rehearse", *MANY, *words)
     for setting in (*ONE_EACH, *settings):
         typed += ["--set", setting]
+    return typed
+
+
+def rehearsed(workshop: Workshop, folder: Path, *words, settings=(), data: Path | None = None) -> None:
+    """Rehearse in this process, as `train.py --rehearse` does."""
+    typed = words_of(workshop, folder, *words, settings=settings)
     if data is not None:
         typed += ["--data_dir", str(data)]
     options = parse_train_arguments(typed)
@@ -61,11 +68,7 @@ def own_data(workshop, tmp_path) -> Path:
 def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     """60 ranks on 7 nodes, by the real command line: all that a start does is done twice by three ranks, which takes
     over ten seconds: six starts of the real Trainer and engine."""
-    words = workshop.options(
-        "--output_dir", tmp_path / "run", "--rehearse", "--json", *MANY, "--deepspeed", "zero3"
-    )
-    for setting in ONE_EACH:
-        words += ["--set", setting]
+    words = words_of(workshop, tmp_path, "--json", "--deepspeed", "zero3")
     finished = completed([sys.executable, "train.py", *words], **forked_programs())
     answer = json.loads(finished.stdout)
     assert not answer["faults"] and not (tmp_path / "run").exists()
@@ -81,28 +84,24 @@ def test_a_sound_run_passes_on_uneven_nodes(workshop, tmp_path):
     assert len({each["starts"][0]["checkpoint_bytes"] for each in answer["ranks"]}) <= 3
 
 
-def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(
-    workshop, tmp_path, monkeypatch, capsys
-):
-    """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows. Two starts of the
-    real engine take their ten seconds."""
-    monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda world_size: [0])
-    monkeypatch.setattr(rehearsal, "SAYS_EVERY_SECONDS", 0.5)
+def test_split_experts_are_rehearsed_with_routers_that_choose_all_alike(workshop, tmp_path):
+    """Rank 0 of 60, ZeRO-2, four ranks a group: its share of the experts, and the exchange of rows."""
     settings = [
         f"model={json.dumps(MODELS['qwen3_moe'])}",
         "training.bf16=true",
         "monitors.noise_scale_steps=null",
     ]
-    rehearsed(workshop, tmp_path, "--deepspeed", "zero2:expert=2", "--json", settings=settings)
-    printed = capsys.readouterr()
-    assert "ranks        0, " in printed.err and "still at work: 0; " in printed.err, "minutes, never silent"
-    (rank,) = json.loads(printed.out)["ranks"]
+    words = words_of(workshop, tmp_path, "--deepspeed", "zero2:expert=2", "--json", settings=settings)
+    finished = completed([*FEW_RANKS, *words], REHEARSED="0")
+    assert "ranks        0, " in finished.stderr
+    assert "still at work: 0; " in finished.stderr, "minutes, never silent"
+    (rank,) = json.loads(finished.stdout)["ranks"]
     for start in rank["starts"]:
         # sizes, rows, choices and results of each layer, and the gradients of the last three
         assert start["sent"]["all_to_all"][0] % 7 == 0, start["sent"]
 
 
-def test_a_rank_that_fails_is_named(workshop, tmp_path, monkeypatch):
+def test_a_rank_that_fails_is_named(workshop, tmp_path):
     """An extension that breaks on the last node alone, as a path that only the others have would."""
     extension = tmp_path / "last_node.py"
     extension.write_text(
@@ -111,9 +110,10 @@ def test_a_rank_that_fails_is_named(workshop, tmp_path, monkeypatch):
         "    def on_step_begin(self, *args, **kwargs):\n"
         "        if os.environ['RANK'] == '59':\n            open('/nowhere/at/all')\n"
     )
-    monkeypatch.setattr(rehearsal, "rehearsed_ranks", lambda world_size: [world_size - 1])
-    with pytest.raises(UserError, match=r"^ranks: rank 59: .*last_node.py: line 12: FileNotFoundError"):
-        rehearsed(workshop, tmp_path, settings=[f'extensions=["{extension}"]'])
+    words = words_of(workshop, tmp_path, settings=[f'extensions=["{extension}"]'])
+    finished = execute([*FEW_RANKS, *words], REHEARSED="59")
+    named = r"^error: ranks: rank 59: .*last_node.py: line 12: FileNotFoundError"
+    assert finished.code == 2 and re.search(named, finished.stderr, re.M), finished.output
 
 
 def test_damaged_data_is_named(workshop, tmp_path, own_data, without_ranks):
