@@ -12,6 +12,7 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BENIGN = [
     # DeepSpeed finds no GPU. The run's first line names the device already.
     ("DeepSpeed", "Setting accelerator to CPU"),
+    ("torch.utils.cpp_extension", "No CUDA runtime is found"),
     # An optimizer of torch or of ours. This project checks and tests which ones fit a ZeRO stage.
     ("DeepSpeed", "You are using ZeRO with an untested optimizer"),
     # accelerate compares its own, unused accumulation count with DeepSpeed's.
