@@ -9,6 +9,8 @@ NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
+# Python compiles what is imported, and keeps it. pip would compile everything that it installs, for a minute.
+unexport PYTHONDONTWRITEBYTECODE
 
 PIPELINE ?=
 
@@ -61,10 +63,10 @@ $(BIN)/python:
 
 # torch first and alone: a range that another package states must never choose its build.
 $(VENV)/installed: requirements.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check "$$(grep '^torch==' requirements.txt)"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 $(VENV)/installed-dev: requirements-dev.txt requirements-remote.txt requirements-data.txt requirements-trackers.txt requirements-eval.txt requirements-flows.txt requirements-ray.txt $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
