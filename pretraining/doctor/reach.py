@@ -39,6 +39,8 @@ SLOWING = {
     "NCCL_BLOCKING_WAIT": ("1", "the processor waits for every message"),
 }
 """{variable: (the value that slows a run down, how it does)}"""
+UNREAD = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+"""In many scripts, for an earlier torch; 2.15 has `TensorShelf` (ProcessGroupNCCL.hpp) in its place."""
 SECONDS = 3.0
 """Limit of all answers together, because all questions are asked at the same time."""
 HUB = "https://huggingface.co"
@@ -99,6 +101,9 @@ def _network_variables() -> Iterator[Finding]:
     for variable, (value, why) in SLOWING.items():
         if os.environ.get(variable, "").upper() == value:
             yield Finding("network", COSTS, f"{variable}={os.environ[variable]}: {why}", f"unset {variable}")
+    if UNREAD in os.environ:
+        what = f"{UNREAD} changes nothing: torch 2.15 always holds what a collective uses until it is waited for"
+        yield Finding("network", FINE, what)
     if meeting := os.environ.get("MASTER_ADDR"):
         try:
             socket.gethostbyname(meeting)

@@ -156,6 +156,7 @@ def sick(request) -> Examined:
     command += ["--deepspeed", "zero3_nvme", "--output_dir", run, "--data_dir", data]
     variables = {**SEEN, "PYTHONPATH": str(folder / "packages"), "HF_HOME": str(folder / "hf")}
     variables |= {"TORCH_EXTENSIONS_DIR": str(home / "built"), "NCCL_P2P_DISABLE": "1"}
+    variables["TORCH_NCCL_AVOID_RECORD_STREAMS"] = "1"
     with LocalHub() as hub:
         hub.gated.add("someone/gated")
         variables |= {**hub.environment, "HF_TOKEN": "", "NCCL_SOCKET_IFNAME": "ib9"}
@@ -183,6 +184,7 @@ PLANTED = {
     "host name": ("host name", BREAKS, "doctor-test resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME"),
     "interface": ("network", BREAKS, "NCCL_SOCKET_IFNAME is ib9", "or unset NCCL_SOCKET_IFNAME"),
     "slow messages": ("network", COSTS, "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE"),
+    "unread variable": ("network", FINE, "TORCH_NCCL_AVOID_RECORD_STREAMS changes nothing", ""),
     "memory filesystem": ("filesystem", COSTS, "the memory of this machine", "--output_dir"),
     "full disk": ("disk", BREAKS, "of disk, there is room for 1.05 MB", "--output_dir"),
     "read-only folder": ("data folder", BREAKS, "cannot be written (Read-only file system)", "--data_dir"),
