@@ -102,7 +102,9 @@ def _network_variables() -> Iterator[Finding]:
         if os.environ.get(variable, "").upper() == value:
             yield Finding("network", COSTS, f"{variable}={os.environ[variable]}: {why}", f"unset {variable}")
     if UNREAD in os.environ:
-        what = f"{UNREAD} changes nothing: torch 2.15 always holds what a collective uses until it is waited for"
+        what = (
+            f"{UNREAD} changes nothing: torch 2.15 always holds what a collective uses until it is waited for"
+        )
         yield Finding("network", FINE, what)
     if meeting := os.environ.get("MASTER_ADDR"):
         try:
