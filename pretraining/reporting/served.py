@@ -264,7 +264,8 @@ class Guard:
         if not self._is_token(request.query_params.get("token", "")):
             return PlainTextResponse("no token, or a wrong one; use the link that the server printed", 401)
         # so that the token stays neither in the address nor in what a browser remembers
-        answer = RedirectResponse("/", 303)
+        runs = request.url.remove_query_params("token").query
+        answer = RedirectResponse(f"/show?{runs}" if request.url.path == "/show" else "/", 303)
         answer.set_cookie(self.cookie, self.token, httponly=True, samesite="lax")
         return answer
 

@@ -153,6 +153,9 @@ def test_another_address_asks_for_the_token_of_the_link(folder):
             and "HttpOnly" in cookie
             and "samesite" in cookie.lower()
         )
+        opened = server.ask(f"/show?run=a%2Fb&token={token}&run=c")
+        assert (opened[0], opened[1]["Location"]) == (303, "/show?run=a%2Fb&run=c")
+        assert server.ask(f"//evil.example/?token={token}")[1]["Location"] == "/"
         assert server.ask("/runs.json", Cookie=cookie.partition(";")[0])[0] == 200
         assert server.ask("/runs.json", Cookie=cookie.partition("=")[0] + "=x")[0] == 401
         assert server.ask(f"/?token={token}", host="evil.example")[0] == 421
