@@ -405,6 +405,8 @@ def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: in
         "loss.function": recipe.loss.function is not None,
         "model.frozen": bool(recipe.weights.frozen),
         "model.initial_weights": recipe.weights.initial_weights is not None,
+        "model.keep_in_fp32": bool(recipe.weights.keep_in_fp32),
+        f"speed.fp8 {recipe.speed.fp8}, with scales as torchao's": recipe.speed.fp8 != "none",
     }
     if reason := next((name for name, is_so in reasons.items() if is_so), None):
         raise UserError(f"--megatron: {reason}: Megatron-LM has no arguments for it; leave it out")
