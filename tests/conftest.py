@@ -1,5 +1,6 @@
 """The session's fixtures, and the order: what fails in milliseconds runs before what takes seconds."""
 
+import atexit
 import gc
 import os
 import random
@@ -80,6 +81,7 @@ def pytest_collection_finish() -> None:
     """Leave what is imported out of every later garbage collection: each would look at two million objects."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # triton would list what is never freed as leaks
     gc.enable()
 
 
