@@ -83,7 +83,7 @@ def fit_loss(parameters: Sequence[float], tokens: Sequence[float], losses: Seque
             foreseen = [without[-1].loss(*place) for place in points[:2, ~kept].T]
             errors = foreseen / points[2, ~kept] - 1
             left_out = float(errors[np.abs(errors).argmax()])
-    law, notes = _as_law(best[0], middle), _notes(best[0], draws)
+    law, notes = _as_law(best[0], middle), (*_too_short(points), *_notes(best[0], draws))
     return LossFit(law, tuple(laws), tuple(without), noise, left_out, notes)
 
 
@@ -177,6 +177,22 @@ def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
 def _is_enough(points: np.ndarray) -> bool:
     distinct = np.unique(points[:2], axis=1).shape[1]
     return distinct >= FEWEST_POINTS and all(len(np.unique(row)) >= FEWEST for row in points[:2])
+
+
+def _too_short(points: np.ndarray) -> Iterator[str]:
+    """Say if the loss falls faster and faster: in this law each doubling of the tokens brings less than the one before.
+
+    It does so early in training, before a power law begins; a forecast from there is too high.
+    """
+    bends = []
+    for size in np.unique(points[0]):
+        _, tokens, losses = np.log(points[:, points[0] == size])
+        order = np.unique(tokens, return_index=True)[1]
+        bends += np.diff(np.diff(losses[order]) / np.diff(tokens[order])).tolist()
+    # one and a half standard errors: chance alone says it of one ladder in ten
+    if len(bends) >= FEWEST and np.mean(bends) < -1.5 * np.std(bends, ddof=1) / np.sqrt(len(bends)):
+        what = "the loss falls faster from one token count to the next"
+        yield f"{what}: the runs are too short for a law, and the forecast is too high; raise --longest"
 
 
 def _notes(best: np.ndarray, draws: list[np.ndarray]) -> tuple[str, ...]:
