@@ -446,6 +446,17 @@ def choices(stage: str, settings=()) -> list[str]:
     return [*stage_words, *(word for setting in settings for word in ("--set", setting))]
 
 
+def looped_model(folder: Path) -> tuple[str, ...]:
+    """Settings of a model of one's own, each of whose two blocks is called twice in a pass; its file is in `folder`."""
+    own = (REPOSITORY / "recipes" / "features" / "files" / "own_model.py").read_text()
+    once = "for layer in self.layers:"
+    assert own.count(once) == 1
+    (file := folder / "looped.py").write_text(own.replace(once, "for layer in (*self.layers, *self.layers):"))
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    return f'extensions=["{file}"]', section_of({"model_type": "parallel", **sizes})
+
+
 def section_of(model: dict, **keys) -> str:
     """The setting of a model section with these keys changed."""
     return f"model={json.dumps({**model, **keys})}"

@@ -21,7 +21,17 @@ from pretraining.model.attention import TORCH_VARLEN
 from pretraining.model.build import HOPPER, build_model
 from pretraining.recipe import load_recipe
 from pretraining.training.throughput import device_peak_flops
-from tests.gear.runs import LLAMA, MODELS, TOKENIZER, Run, Workshop, completed, made_once, section_of
+from tests.gear.runs import (
+    LLAMA,
+    MODELS,
+    TOKENIZER,
+    Run,
+    Workshop,
+    completed,
+    looped_model,
+    made_once,
+    section_of,
+)
 from tests.model.test_loss import WAYS, built, loss_and_gradients, settings
 
 DEVICE = os.environ.get("PRETRAINING_GPU_TESTS_ON", "cuda")
@@ -116,6 +126,15 @@ def test_two_gpus_give_the_curve_of_one(workshop, stage):
     """NCCL, streams and all."""
     run = workshop.run(stage, 2, "torchrun", BF16)
     assert run.losses == pytest.approx(trained(workshop, stage).losses, abs=0.02)
+
+
+@needs_two
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_blocks_that_are_called_twice_have_one_curve(workshop, tmp_path_factory, stage):
+    """As on the processor (test_gradient_buckets.py), with gradients that are sent while others are computed."""
+    looped = looped_model(tmp_path_factory.getbasetemp())
+    one, other = (workshop.run(each, 2, "torchrun", (*BF16, *looped)) for each in ("zero0", stage))
+    assert other.losses == pytest.approx(one.losses, abs=0.02)
 
 
 WIDE = {"n_embd": 4096, "n_layer": 4}
