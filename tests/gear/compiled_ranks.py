@@ -69,7 +69,7 @@ CASES = {
     "qwen3_moe expert failing": ("qwen3_moe", 3, True, FAILING, SPLIT_EXPERTS),
     # last, because AutoTP leaves traces in the process
     "llama tensor": ("llama", 2, False, {}, SPLIT_LAYERS),
-    "llama tensor blocks": ("llama", 2, False, CUT, SPLIT_LAYERS),
+    "llama tensor blocks": ("llama", 2, False, BLOCKS, SPLIT_LAYERS),
     "llama tensor failing": ("llama", 2, False, FAILING, SPLIT_LAYERS),
 }
 

@@ -22,7 +22,7 @@ from tests.training.test_batch_ramp import RAMPED
 NAMES = ("README.md", "recipes/README.md", "ds_configs/README.md", "CONTRIBUTING.md", "AGENTS.md")
 PAGES = [*(REPOSITORY / name for name in NAMES), *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINT = ["ruff check .", "ruff format --check .", "mypy"]
-MAKE_SETUP = re.compile(r"pip install|-m venv|touch |^@|sys\.version_info|^\{|error: ")
+MAKE_SETUP = re.compile(r"-m pip install|^uv pip install|-m venv|touch |^@|sys\.version_info|^\{|error: ")
 
 
 def commands_of(page: Path) -> list[str]:

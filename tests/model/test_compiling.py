@@ -127,7 +127,7 @@ def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
 def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
     """What `tests.gear.compiled_ranks` found of each of its cases.
 
-    It takes most of a minute: one case runs inductor's C++, on both ranks, and no other backend shows what that does.
+    It takes a minute: two cases run inductor's C++, on both ranks, and no other backend shows what that code does.
     """
     path = tmp_path_factory.mktemp("compiled") / "found.pt"
     finished = completed([*launcher("forked", 2), "-m", "tests.gear.compiled_ranks", path])
