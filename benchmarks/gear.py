@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -184,6 +184,13 @@ def in_fresh_process(function: Callable[..., dict], *words) -> dict:
     # not ru_maxrss: it begins with the size of the process that started this one
     program += "print(json.dumps({**found, 'peak_bytes': gear.memory_line('VmHWM')}))"
     return last_json(run_command(sys.executable, "-c", program, *words).stdout)
+
+
+def kept(path: Path, make: Callable[[], Any]) -> Any:
+    """Return the value of a JSON file, which is made if it is not there."""
+    if not path.exists():
+        path.write_text(json.dumps(make()))
+    return json.loads(path.read_text())
 
 
 def choices(values: dict) -> list[str]:

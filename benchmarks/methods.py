@@ -11,14 +11,13 @@ JSON line a way: the ends, and the median of the differences from `tiny` or, of 
 eight checkpoints of `constant`, which lie a fortieth of the run apart: it costs no step of its own.
 """
 
-import json
 import statistics
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gear import choices, last_json, parser_of, record, run_command
+from gear import choices, kept, last_json, parser_of, record, run_command
 
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows
@@ -69,8 +68,13 @@ def main() -> None:
     made = dict.fromkeys(CONSTANT if way == "merged" else way for way in wanted)
     run_command(sys.executable, "data_prep.py", "--recipe", "tiny")
     runs = [(way, seed) for seed in range(options.seeds) for way in made]
+
+    def of_run(way: str, seed: int) -> dict[str, float]:
+        path = options.folder / f"{way}-{options.tokens}-{seed}.json"
+        return kept(path, lambda: ends_of(options.tokens, way, seed, changes[way]))
+
     with ThreadPoolExecutor(2) as two:
-        ends = list(two.map(lambda run: kept(options, *run, changes[run[0]]), runs))
+        ends = list(two.map(lambda run: of_run(*run), runs))
     found = dict(zip(runs, ends, strict=True))
     for way in wanted:
         run, key, base = way, "bits_per_byte", "tiny"
@@ -91,12 +95,9 @@ def differences(bits: list[float], found: dict, base: str) -> dict:
     return {"median": statistics.median(each), "least": min(each), "largest": max(each)}
 
 
-def kept(options, way: str, seed: int, changed: dict) -> dict[str, float]:
-    """Return the ends of a run, in bits per byte: its weights, their average, the merged parts."""
-    path = options.folder / f"{way}-{options.tokens}-{seed}.json"
-    if path.exists():
-        return json.loads(path.read_text())
-    common = {"budget.tokens": options.tokens, "training.seed": seed, "evaluation.prompt": ""}
+def ends_of(tokens: int, way: str, seed: int, changed: dict) -> dict[str, float]:
+    """Train a way; return its ends, in bits per byte: of its weights, of their average, of the merged parts."""
+    common = {"budget.tokens": tokens, "training.seed": seed, "evaluation.prompt": ""}
     common |= {"training.eval_steps": 10**6, "training.save_steps": 10**6}  # the end has both anyway
     with tempfile.TemporaryDirectory(prefix="methods_") as folder:
         words = ["train.py", "--recipe", "tiny", "--output_dir", folder, *choices(common | changed)]
@@ -111,7 +112,6 @@ def kept(options, way: str, seed: int, changed: dict) -> dict[str, float]:
             merged = last_json(run_command(sys.executable, *verb, OMP_NUM_THREADS="1").stdout)
             ends["merged"] = round(merged["loss"] * bits_per_nat, 4)
     print(f"{way}, seed {seed}: {ends}", file=sys.stderr)
-    path.write_text(json.dumps(ends))
     return ends
 
 

@@ -14,7 +14,6 @@ Each run is kept in `--folder`, and not made again. One JSON line a way: its run
 byte], the median of the ends. `--picture FILE` draws the curves (matplotlib).
 """
 
-import json
 import math
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gear import REPOSITORY, choices, in_fresh_process, parser_of, record
+from gear import REPOSITORY, choices, in_fresh_process, kept, parser_of, record
 
 DEMO, GPT2 = "tiny", "features/gpt2"
 WARMUP_SHARE, FLOOR = 0.05, 0.1
@@ -42,14 +41,16 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     seeds = range(options.seeds)
     prepare(DEMO)
-    ways = {name: [kept(options.folder, name, seed, run_recipe) for seed in seeds] for name in (DEMO, GPT2)}
+    ways = {
+        name: [curve_of(options.folder, name, seed, run_recipe) for seed in seeds] for name in (DEMO, GPT2)
+    }
     clock = (options.seconds, options.evaluations)
     tried = {
-        rate: kept(options.folder, f"plain {rate}", 0, run_plain, rate, *clock) for rate in options.rates
+        rate: curve_of(options.folder, f"plain {rate}", 0, run_plain, rate, *clock) for rate in options.rates
     }
     best = min(tried, key=lambda rate: tried[rate][-1][1])
     ways[f"plain loop, rate {best:g}"] = [tried[best]] + [
-        kept(options.folder, f"plain {best}", seed, run_plain, best, *clock) for seed in seeds[1:]
+        curve_of(options.folder, f"plain {best}", seed, run_plain, best, *clock) for seed in seeds[1:]
     ]
     for name, curves in ways.items():
         ends = [curve[-1] for curve in curves]
@@ -71,12 +72,9 @@ def prepare(recipe: str) -> None:
     subprocess.run([sys.executable, "data_prep.py", "--recipe", recipe], cwd=REPOSITORY, check=True)
 
 
-def kept(folder: Path, name: str, seed: int, run, *rest) -> list[list[float]]:
+def curve_of(folder: Path, name: str, seed: int, run, *rest) -> list[list[float]]:
     """Return the curve of a run, from `folder` if it was made before."""
-    path = folder / f"{name.replace('/', '-')}-{seed}.json"
-    if not path.exists():
-        path.write_text(json.dumps(run(name, seed, *rest)))
-    return json.loads(path.read_text())
+    return kept(folder / f"{name.replace('/', '-')}-{seed}.json", lambda: run(name, seed, *rest))
 
 
 def run_recipe(recipe: str, seed: int) -> list[list[float]]:

@@ -314,14 +314,12 @@ def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> C
     """
     compiled = torch.compile(forward_of_class(module), **options)
     dispatches = [each.forward for each in expert_modules(module) if isinstance(each.forward, ExpertDispatch)]
-
     hand_on = None
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal hand_on
-        hand_on = hand_on or capture_routers(
-            module
-        )  # transformers' hooks are there since the first pass began
+        # transformers' hooks are there since the first pass began
+        hand_on = hand_on or capture_routers(module)
         for each in dispatches:
             each.kernels = kernels
         try:

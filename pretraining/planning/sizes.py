@@ -159,12 +159,12 @@ def wide_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     tables = weights.wide_tables
     is_wide_table = "embeddings" in tables or (tables and model_size(recipe.model).tied)
     kinds = [{"embeddings": EMBEDDING, "head": HEAD}[table] for table in tables]
-    modules = [each.module for each in others if each.kind not in (EMBEDDING, HEAD)]
+    modules = list(dict.fromkeys(each.module for each in others if each.kind not in (EMBEDDING, HEAD)))
     for number, pattern in enumerate(weights.keep_in_fp32):
         if pattern not in weights.TABLES:
-            _check_match(recipe, f"{key}.{number}", pattern, list(dict.fromkeys(modules)), is_in)
+            _check_match(recipe, f"{key}.{number}", pattern, modules, is_in)
     wide = [tokens] if is_wide_table else []
-    named = [each for each in dict.fromkeys(modules) if weights.has_wide(each)]
+    named = {*filter(weights.has_wide, modules)}
     wide += [each for each in others if each.kind in kinds or each.module in named]
     if any(each.part == "experts" for each in wide):
         what = "names experts, which multiply together in bf16 alone; name their router, or other modules"
@@ -180,10 +180,11 @@ def fp8_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     Raises:
         UserError: a pattern of `speed.bf16_layers` matches none of them, or none is left.
     """
-    speed, blocks = recipe.speed, model_size(recipe.model).num_layers
+    speed = recipe.speed
     if speed.fp8 == "none":
         return ()
-    tensors, wide = parameter_tensors(recipe.model), wide_tensors(recipe)
+    blocks, tensors = model_size(recipe.model).num_layers, parameter_tensors(recipe.model)
+    wide = {*wide_tensors(recipe)}
     hidden = [each for each in tensors if each.kind == HIDDEN and each.layer is not None]
     # both sides are multiples of 16 if and only if their product is one of 256, and their sum one of 16
     fit = [each for each in hidden if each.part != "experts" and not (each.numel % 256 or each.factors % 16)]

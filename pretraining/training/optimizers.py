@@ -199,9 +199,16 @@ class Bf16InDecay(TrainerCallback):
     def __init__(self, recipe: Recipe, count: Callable[[int], float]) -> None:
         """count: maps finished steps to those that the schedule counts."""
         self.recipe, self.count = recipe, count
+        self.decays: bool | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.decays = None
 
     def on_step_begin(self, args, state, control, model, **kwargs) -> None:
         decays = self.count(state.global_step) >= self.recipe.decay_start(self.count(state.max_steps))
+        if decays == self.decays:
+            return
+        self.decays = decays
         for layer in model.modules():
             if hasattr(layer, "in_fp8"):
                 layer.in_fp8 = not decays

@@ -16,7 +16,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 
 
 class Fp8InTraining(Float8Linear):
-    """A layer that multiplies in fp8 while it is trained, unless it is told not to, and as torch's otherwise."""
+    """A linear layer that multiplies in fp8 in training. In validations, or if `in_fp8` is false, it is torch's."""
 
     in_fp8 = True
     """Set by `Bf16InDecay`. A compiled block has a graph for either value."""
