@@ -1,7 +1,7 @@
 """What methods of today change at the demo's size: bits per byte on held-out files at the end, over seeds.
 
     python benchmarks/methods.py --keep                      # 700 steps of recipe tiny; some 25 minutes on two cores
-    python benchmarks/methods.py --tokens 40960 --seeds 1 --ways tiny per_head merged
+    python benchmarks/methods.py --tokens 204800 --seeds 1 --ways tiny per_head merged
 
 Each way is recipe tiny with some keys changed, by the real command in one process on one core; two run at a time, and
 a run that `--folder` has is not made again. Within a seed, weights and order of texts are the same for all ways. One
@@ -11,13 +11,14 @@ JSON line a way: the ends, and the median of the differences from `tiny` or, of 
 eight checkpoints of `constant`, which lie a fortieth of the run apart: it costs no step of its own.
 """
 
+import json
 import statistics
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gear import choices, kept, last_json, parser_of, record, run_command
+from gear import choices, kept, parser_of, record, run_command
 
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows
@@ -109,7 +110,7 @@ def ends_of(tokens: int, way: str, seed: int, changed: dict) -> dict[str, float]
             ends["average"] = round(rows[-1]["eval/average_loss"] * bits_per_nat, 4)
         if way == CONSTANT:
             verb = ["-m", "pretraining.checkpoints", "merge", folder, "--last", PARTS, "--validate", "--json"]
-            merged = last_json(run_command(sys.executable, *verb, OMP_NUM_THREADS="1").stdout)
+            merged = json.loads(run_command(sys.executable, *verb, OMP_NUM_THREADS="1").stdout)
             ends["merged"] = round(merged["loss"] * bits_per_nat, 4)
     print(f"{way}, seed {seed}: {ends}", file=sys.stderr)
     return ends
