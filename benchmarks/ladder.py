@@ -24,6 +24,7 @@ know.
 import argparse
 import math
 import statistics
+import sys
 from pathlib import Path
 
 from gear import REPOSITORY, TEXT_FOLDERS, chosen, machine_texts, parser_of, record, write_corpus
@@ -82,13 +83,16 @@ def measured(options: argparse.Namespace, ladder, member, folder: Path, seeds: l
     """Train a member with each seed, unless that is done; return its losses beside what its ladder foresees."""
     from pretraining.api import run
     from pretraining.planning.ladder import DECAYED
-    from pretraining.runtime.run_folder import RunFolder
 
     foreseen = ladder.fits[DECAYED].at(member.parameters, member.recipe.num_tokens)
     places = [folder / f"{member.name}-seed{seed}" for seed in seeds]
+    losses = []
     for place, seed in zip(places, seeds, strict=True):
-        run(member.recipe.path, set={"training.seed": seed}, data_dir=options.data_dir, output_dir=place)
-    losses = [RunFolder(place).last_event("end")["eval_loss"] for place in places]
+        settings = {"training.seed": seed}
+        end = run(member.recipe.path, set=settings, data_dir=options.data_dir, output_dir=place)
+        if end.exit_reason != "finished":
+            sys.exit(f"{place}: {end.exit_reason}; the same command goes on")
+        losses.append(end.metrics["eval/loss"])
     return {
         "foreseen": [round(value, 5) for value in foreseen],
         "losses": [round(loss, 5) for loss in losses],

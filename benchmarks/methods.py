@@ -3,15 +3,16 @@
     python benchmarks/methods.py --keep                      # 700 steps of recipe tiny; some 25 minutes on two cores
     python benchmarks/methods.py --tokens 204800 --seeds 1 --ways tiny per_head merged
 
-Each way is recipe tiny with some keys changed, by the real command in one process on one core; two run at a time, and
-a run that `--folder` has is not made again. Within a seed, weights and order of texts are the same for all ways. One
-JSON line a way: the ends, and the median of the differences from `tiny` or, of merged parts, from `decayed`.
+Each way is recipe tiny with some keys changed, by the real command in one process on one core; all cores are at work,
+and a run that `--folder` has is not made again. Within a seed, weights and order of texts are the same for all ways.
+One JSON line a way: the ends, and the median of the differences from `tiny` or, of merged parts, from `decayed`.
 
 `decayed` lets the rate fall over the last fifth of the steps, `constant` keeps it. `merged` is the average of the last
 eight checkpoints of `constant`, which lie a fortieth of the run apart: it costs no step of its own.
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -74,8 +75,11 @@ def main() -> None:
         path = options.folder / f"{way}-{options.tokens}-{seed}.json"
         return kept(path, lambda: ends_of(options.tokens, way, seed, changes[way]))
 
-    with ThreadPoolExecutor(2) as two:
-        ends = list(two.map(lambda run: of_run(*run), runs))
+    cores = sorted(os.sched_getaffinity(0))
+    # what a thread starts has the thread's core: it computes with as many threads as it has cores
+    pinned = ThreadPoolExecutor(len(cores), initializer=lambda: os.sched_setaffinity(0, {cores.pop()}))
+    with pinned as each_core:
+        ends = list(each_core.map(lambda run: of_run(*run), runs))
     found = dict(zip(runs, ends, strict=True))
     for way in wanted:
         run, key, base = way, "bits_per_byte", "tiny"
@@ -102,7 +106,7 @@ def ends_of(tokens: int, way: str, seed: int, changed: dict) -> dict[str, float]
     common |= {"training.eval_steps": 10**6, "training.save_steps": 10**6}  # the end has both anyway
     with tempfile.TemporaryDirectory(prefix="methods_") as folder:
         words = ["train.py", "--recipe", "tiny", "--output_dir", folder, *choices(common | changed)]
-        run_command(sys.executable, *words, OMP_NUM_THREADS="1")
+        run_command(sys.executable, *words)
         rows = [row for row in read_rows(Path(folder) / "metrics.jsonl") if "eval/loss" in row]
         ends = {"bits_per_byte": rows[-1]["eval/bits_per_byte"]}
         bits_per_nat = rows[-1]["eval/bits_per_byte"] / rows[-1]["eval/loss"]  # a token; the text is the same
@@ -110,7 +114,7 @@ def ends_of(tokens: int, way: str, seed: int, changed: dict) -> dict[str, float]
             ends["average"] = round(rows[-1]["eval/average_loss"] * bits_per_nat, 4)
         if way == CONSTANT:
             verb = ["-m", "pretraining.checkpoints", "merge", folder, "--last", PARTS, "--validate", "--json"]
-            merged = json.loads(run_command(sys.executable, *verb, OMP_NUM_THREADS="1").stdout)
+            merged = json.loads(run_command(sys.executable, *verb).stdout)
             ends["merged"] = round(merged["loss"] * bits_per_nat, 4)
     print(f"{way}, seed {seed}: {ends}", file=sys.stderr)
     return ends

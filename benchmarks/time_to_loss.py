@@ -1,6 +1,6 @@
 """Bits a byte on held-out files against seconds: the demo, the GPT-2 it was before, and a plain loop of PyTorch.
 
-    python benchmarks/time_to_loss.py --keep                 # some fifty minutes on two idle cores
+    python benchmarks/time_to_loss.py --keep                 # some forty minutes on two idle cores
     python benchmarks/time_to_loss.py --seconds 20 --seeds 1 --rates 0.005 --evaluations 2
 
 All read the same text through the same tokenizer, are measured on the same held-out files by the same code, and
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="of the plain loop (default: 240)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0025, 0.005, 0.01])
-    parser.add_argument("--evaluations", type=int, default=8, help="of the plain loop")
+    parser.add_argument("--evaluations", type=int, default=14, help="of each run; their time counts")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "time_to_loss")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
@@ -42,7 +42,8 @@ def main() -> None:
     seeds = range(options.seeds)
     prepare(DEMO)
     ways = {
-        name: [curve_of(options.folder, name, seed, run_recipe) for seed in seeds] for name in (DEMO, GPT2)
+        name: [curve_of(options.folder, name, seed, run_recipe, options.evaluations) for seed in seeds]
+        for name in (DEMO, GPT2)
     }
     clock = (options.seconds, options.evaluations)
     tried = {
@@ -77,17 +78,17 @@ def curve_of(folder: Path, name: str, seed: int, run, *rest) -> list[list[float]
     return kept(folder / f"{name.replace('/', '-')}-{seed}.json", lambda: run(name, seed, *rest))
 
 
-def run_recipe(recipe: str, seed: int) -> list[list[float]]:
+def run_recipe(recipe: str, seed: int, evaluations: int) -> list[list[float]]:
     """Train a recipe by its real command; return [seconds since it began, bits per byte] of each validation."""
+    from pretraining.recipe import load_recipe
     from pretraining.runtime.durable_files import read_rows
     from pretraining.runtime.run_folder import RunFolder
 
+    settings = {"training.seed": seed, "training.eval_steps": load_recipe(recipe).num_steps // evaluations}
     with tempfile.TemporaryDirectory(prefix="time_to_loss_") as folder:
         words = ["deepspeed", "--num_gpus=2", "train.py", "--recipe", recipe, "--output_dir", folder]
         began = time.time()
-        subprocess.run(
-            [*words, *choices({"training.seed": seed})], cwd=REPOSITORY, check=True, stdout=sys.stderr
-        )
+        subprocess.run([*words, *choices(settings)], cwd=REPOSITORY, check=True, stdout=sys.stderr)
         rows = read_rows(RunFolder(Path(folder)).metrics)
     return [[round(r["time"] - began, 1), r["eval/bits_per_byte"]] for r in rows if "eval/bits_per_byte" in r]
 

@@ -20,7 +20,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import own_key, value_of
-from pretraining.recipe.optimizer import FAMILIES
+from pretraining.recipe.optimizer import FAMILIES, RULES
 from pretraining.recipe.training import DECAYING
 from pretraining.runtime.durable_files import write_json
 
@@ -189,22 +189,25 @@ def _member(
 ) -> tuple[dict, tuple[tuple[int, int], ...]]:
     """Return the whole recipe of a size at these factors of rate and batch, and its branches.
 
-    The batch follows from the tokens by the Step Law (Li et al. 2025). So does the rate, from parameters and tokens,
-    unless muP carries the recipe's rate over from its width and depth. Weight decay forgets the same share of the
-    weights over a run (Wang and Aitchison 2024).
+    Batch and rate follow from the tokens by the Step Law (Li et al. 2025), and the rate from the parameters too, unless
+    muP or Muon carries it over from width to width. Weight decay forgets the same share of the weights over a run
+    (Wang and Aitchison 2024).
     """
     size, whole = model_size(shaped.model), model_size(target.model)
     share, law = size.matmul / whole.matmul, table("scaling_laws")["step_law"]
     wanted = target.samples_per_step * share ** law["batch_tokens"]["tokens"]
     samples, own = (_whole_batch(wanted * factor, target, choices.world_size) for factor in (factors[1], 1.0))
-    # what is rounded of the size's own batch moves the rate with its root, as Adam wants it
-    rate = math.sqrt(own / wanted)
+    # the rate goes with the root of the batch, as Adam wants it: in the law, and with what is rounded of the batch
+    rate = share ** law["learning_rate"]["tokens"] * math.sqrt(own / wanted)
     values, mup = shaped.to_dict(), target.mup.to_dict()
     if mup["base_width"] is None and target.model.model_type in FAMILIES:
         mup |= {"base_width": value_of(target.model, "hidden_size"), "base_layers": whole.num_layers}
-    if mup["base_width"] is None:
+    if mup["base_width"] is None and target.optimizer.name == "muon":
+        width = value_of(target.model, "hidden_size") / value_of(shaped.model, "hidden_size")
+        rate *= width ** RULES[target.optimizer.scale]
+    elif mup["base_width"] is None:
         inside = (size.matmul - size.head) / (whole.matmul - whole.head)
-        rate *= inside ** law["learning_rate"]["parameters"] * share ** law["learning_rate"]["tokens"]
+        rate *= inside ** law["learning_rate"]["parameters"]
     # steps at the recipe's own tokens per parameter, over the recipe's
     steps = share * target.samples_per_step / own
     _scale_rates(values, rate * factors[0], 1 / (rate * steps))

@@ -96,10 +96,10 @@ class Numbers(TrainerCallback):
         """
         reason = ""
         try:
+            self.set_gauges()  # before anybody can ask
             if not self.is_open:  # a port that was taken may be free by the next log
                 self.open()
                 self.is_open = True
-            self.set_gauges()
             self.publish(is_last)
         except Exception as error:  # whatever a receiver does, training goes on
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -34,9 +34,7 @@ from pretraining.errors import UserError
 from pretraining.evaluation.validation import Evaluator
 from pretraining.extend import load_extensions
 from pretraining.model.build import build_from_recipe
-from pretraining.model.counting import counted
 from pretraining.model.loss import build_loss
-from pretraining.planning import shapes
 from pretraining.planning.gate import judge_plan
 from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
@@ -46,6 +44,7 @@ from pretraining.recipe.model import type_entry
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.arguments import build_arguments
 from pretraining.training.trainer import PretrainingTrainer, RunParts
+from tests.gear.counted_here import count_here
 from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, Started, Workshop
 from tests.gear.small_models import small
 
@@ -332,9 +331,8 @@ def checked_recipes(
 ) -> Iterator[tuple[list[str], str, Outcome, str]]:
     """Yield settings, ds_config, the plan's outcome, and where preparation or start do not agree with it ("" if so)."""
     fuzz = RecipeFuzz(seed, trains=False, checks=True)
-    built = mock.patch.object(shapes, "ask_of_model", lambda _, section: counted(json.loads(section)))
-    kept = mock.patch.dict(os.environ, PRETRAINING_MODEL_CACHE=str(workshop.folder / "counted"))
-    with built, kept:
+    count_here()
+    with mock.patch.dict(os.environ, PRETRAINING_MODEL_CACHE=str(workshop.folder / "counted")):
         for _ in range(number):
             settings, stage = fuzz.draw(), fuzz.draw_stage()
             planned = plan_outcome(workshop, settings, stage, 1)

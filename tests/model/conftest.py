@@ -1,11 +1,8 @@
 """What tests of models build and count with."""
 
-import json
-
 import pytest
 from transformers import TrainingArguments
 
-from pretraining.model.counting import describe
 from pretraining.planning import shapes
 
 
@@ -15,8 +12,7 @@ def arguments(tmp_path) -> TrainingArguments:
 
 
 @pytest.fixture
-def counts_here(monkeypatch, tmp_path):
-    """Counts in this process, which has torch: the program's own function, without the seconds of its imports."""
-    monkeypatch.setattr(shapes, "ask_of_model", lambda module, section: describe(json.loads(section)))
+def counts_anew(monkeypatch, tmp_path):
+    """Nothing is known of what other tests have counted."""
     monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path / "counted"))
     shapes._counted.cache_clear()

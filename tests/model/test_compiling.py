@@ -298,7 +298,7 @@ def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp
     assert config == {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
-@pytest.mark.usefixtures("counts_here")
+@pytest.mark.usefixtures("counts_anew")
 @pytest.mark.parametrize("name", ["moe-1.5b", "moe-30b-a3b", "qwen2_moe"])
 def test_a_mixture_keeps_its_own_experts_beside_liger(name, monkeypatch, tmp_path):
     """Promise: no micro-batch waits. Liger's experts stop the host in every layer; a recipe may still ask for them."""

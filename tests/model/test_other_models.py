@@ -27,7 +27,7 @@ from tests.planning.test_planning_memory import TRACED
 QWEN2 = {**LLAMA, "model_type": "qwen2", "use_cache": False}
 
 
-pytestmark = pytest.mark.usefixtures("counts_here")
+pytestmark = pytest.mark.usefixtures("counts_anew")
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -98,7 +98,6 @@ def test_a_model_that_reads_its_tensors_is_estimated(monkeypatch):
     need = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     monkeypatch.undo()
     shapes._counted.cache_clear()
-    monkeypatch.setattr(shapes, "ask_of_model", lambda module, section: describe(json.loads(section)))
     measured = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     assert need.layers == pytest.approx(measured.layers, rel=0.5)
 
@@ -188,10 +187,9 @@ def test_what_cannot_be_trained_is_one_line(model, message, tmp_path):
     assert message in refusal(load_recipe, str(recipe_of(tmp_path, model)))
 
 
-def test_what_transformers_refuses_is_one_line():
+def test_what_transformers_refuses_is_one_line(monkeypatch):
     """A shape that the class itself cannot build."""
-
-    shapes.ask_of_model = lambda module, section: {"error": "ValueError: heads"}
+    monkeypatch.setattr(shapes, "ask_of_model", lambda module, section: {"error": "ValueError: heads"})
     assert "model: transformers cannot build this qwen2: ValueError: heads" in refusal(model_size, QWEN2)
 
 

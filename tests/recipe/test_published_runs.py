@@ -13,9 +13,7 @@ from transformers import get_scheduler
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
-from pretraining.extend import load_extensions, model_extension
-from pretraining.model.counting import counted
-from pretraining.planning import shapes
+from pretraining.extend import load_extensions
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.setup import Setup
@@ -82,18 +80,6 @@ MACHINES = {  # as the runs had where that is known
     "smollm3-3b": (384, "H100"),
     "tinyllama": (16, "A100-40GB"),
 }
-
-
-@pytest.fixture(autouse=True)
-def counted_here(monkeypatch):
-    """Count models in this process, which has imported transformers, and not in one of their own each."""
-
-    def count(module: str, section: str) -> dict:
-        assert module == shapes.MODULE
-        own = model_extension(json.loads(section)["model_type"])
-        return counted(json.loads(section), [str(own.path)] if own else [])
-
-    monkeypatch.setattr(shapes, "ask_of_model", count)
 
 
 def plan_of(name: str) -> dict:
