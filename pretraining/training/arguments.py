@@ -169,6 +169,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     """Return DeepSpeed's configuration: the ds_config, with what the recipe's precision and compiled blocks need."""
     if not ds_config:
         return None
+    setup = Setup(recipe, ds_config)
     # DeepSpeed's throughput timer waits for the device in every micro-batch. The metrics have their own clock, and no
     # order depends on that wait: test_stream_order.py trains without it.
     config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
@@ -187,13 +188,12 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         zero = config["zero_optimization"]
         # of layers and experts that are split, a rank gathers its own parts
-        ahead = block_gathering(zero, layer_numel(Setup(recipe, ds_config).held))
+        ahead = block_gathering(zero, layer_numel(setup.held))
         config["zero_optimization"] = {**zero, **ahead}
     if zero_stage(ds_config) > 0 and config["zero_optimization"].get("reduce_bucket_size") != "auto":
         # DeepSpeed allocates the whole bucket in every backward pass
-        held, zero = Setup(recipe, ds_config).held, config["zero_optimization"]
-        bucket = reduce_bucket(ds_config, value_of(recipe.model, "hidden_size"), held)
-        config["zero_optimization"] = {**zero, "reduce_bucket_size": bucket}
+        bucket = reduce_bucket(ds_config, value_of(recipe.model, "hidden_size"), setup.held)
+        config["zero_optimization"] = {**config["zero_optimization"], "reduce_bucket_size": bucket}
     if recipe.speed.compile == "deepcompile":
         config["compile"] = {"deepcompile": True}
     if recipe.training.bf16 and zero_stage(ds_config) == 1:
