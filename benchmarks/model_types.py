@@ -63,13 +63,16 @@ def main() -> None:
 
 
 def classes_of_recipes() -> dict:
-    """{digest of the module: abilities} of the classes that recipes here bring with them."""
+    """{digest of the module: abilities} of the classes that recipes here bring with them.
+
+    That of features/own-model stands for a user's, which is measured at its first use.
+    """
     from pretraining.extend import model_extension
-    from pretraining.recipe import load_recipe, recipe_names
+    from pretraining.recipe import RECIPES, load_recipe, recipe_names
     from pretraining.recipe.model import measured_by_itself
 
     found = {}
-    for name in recipe_names():
+    for name in (*recipe_names(), *sorted(path.stem for path in (RECIPES / "published").glob("*.json"))):
         model = load_recipe(name).model
         if own := model_extension(model["model_type"]):
             found[own.digest] = measured_by_itself(model)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.gear.counted_here import count_here
+from tests.gear.answers_here import answer_here
 from tests.gear.runs import (
+    ANSWERS,
     BIN,
-    COUNTED,
     STEPS,
     Finished,
     Run,
@@ -64,8 +64,8 @@ LAUNCHING = """
     background_saving gradient_monitors expert_load gate notices console_log rehearsal postmortem ranks_apart
 """
 
-# A model is counted once for all processes, those of the tests and those that they start.
-os.environ["PRETRAINING_MODEL_CACHE"] = COUNTED
+# What a program has answered is known to all processes, those of the tests and those that they start.
+os.environ["PRETRAINING_MODEL_CACHE"] = ANSWERS
 # Plans know nothing of what the doctor measured on this machine, and no folder below this one can be made.
 os.environ["PRETRAINING_DOCTOR_FOLDER"] = str(Path(os.devnull, "doctor"))
 os.environ["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
@@ -82,11 +82,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Count models in this process, which has imported transformers.
+    """Count models, and read configs, in this process, which has imported transformers.
 
     Leave what is imported out of every later garbage collection: each would look at two million objects.
     """
-    count_here()
+    answer_here()
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # triton would list what is never freed as leaks

@@ -48,9 +48,9 @@ from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
 from pretraining.training import monitors, trainer
 from pretraining.upstream.torch import ask_the_processor_once
-from tests.gear.counted_here import count_here
+from tests.gear.answers_here import answer_here
 ask_the_processor_once()
-count_here()
+answer_here()
 cpuinfo.get_cpu_info()
 get_checkpoint_conversion_mapping("gpt2")
 gc.collect()

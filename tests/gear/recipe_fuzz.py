@@ -44,7 +44,7 @@ from pretraining.recipe.model import type_entry
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.arguments import build_arguments
 from pretraining.training.trainer import PretrainingTrainer, RunParts
-from tests.gear.counted_here import count_here
+from tests.gear.answers_here import answer_here
 from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, Started, Workshop
 from tests.gear.small_models import small
 
@@ -331,7 +331,7 @@ def checked_recipes(
 ) -> Iterator[tuple[list[str], str, Outcome, str]]:
     """Yield settings, ds_config, the plan's outcome, and where preparation or start do not agree with it ("" if so)."""
     fuzz = RecipeFuzz(seed, trains=False, checks=True)
-    count_here()
+    answer_here()
     with mock.patch.dict(os.environ, PRETRAINING_MODEL_CACHE=str(workshop.folder / "counted")):
         for _ in range(number):
             settings, stage = fuzz.draw(), fuzz.draw_stage()

@@ -30,8 +30,8 @@ Made = TypeVar("Made")
 REPOSITORY = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 MARK = "PRETRAINING_TEST_PROCESS"
-COUNTED = str(Path(tempfile.gettempdir(), "pretraining-tests-models"))
-"""Folder of what models count, kept from one session of tests to the next."""
+ANSWERS = str(Path(tempfile.gettempdir(), "pretraining-tests-models"))
+"""Folder of what programs have answered about models, kept from one session of tests to the next."""
 TIMEOUT_SECONDS = 900
 """Only for what would never end, as a busy machine is slow."""
 LEAVING_SECONDS = 60
@@ -224,7 +224,7 @@ def environment() -> dict[str, str]:
     own = {"PATH": path, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_WAIT_POLICY": "PASSIVE"}
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         own["PYTHONPATH"] = str(REPOSITORY / "tests" / "gear" / "hidden_gpus")
-    own["PRETRAINING_MODEL_CACHE"] = COUNTED
+    own["PRETRAINING_MODEL_CACHE"] = ANSWERS
     return {**kept, **own}
 
 

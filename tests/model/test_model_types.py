@@ -10,7 +10,7 @@ from pretraining.extend import load_extensions, model_extension
 from pretraining.model.abilities import ABILITIES, compare, keeps_apart, measured, trains_alike
 from pretraining.recipe import load_recipe
 from pretraining.recipe import model as model_types
-from pretraining.recipe.model import MEASURED, known_types, why_not, why_not_apart
+from pretraining.recipe.model import MEASURED, known_types, measured_by_itself, why_not, why_not_apart
 from tests.gear.finished_data import refusal
 from tests.gear.small_models import measurable
 from tests.gear.split_models import measured_on_two
@@ -34,6 +34,15 @@ def test_the_file_says_what_is_measured_here(name):
     kept = json.loads(MEASURED.read_text())["types"][name]
     found = measured(section(name))
     assert {key: why is None for key, why in found.items()} == {key: kept[key] is None for key in found}
+
+
+@pytest.mark.parametrize("name", ["tiny", "modded-nanogpt-muon"])
+def test_the_file_says_what_the_classes_of_recipes_do(name):
+    """Promise: what a recipe here brings with it need not be measured at its first use."""
+    model = load_recipe(name).model
+    kept = json.loads(MEASURED.read_text())["own"][model_extension(model["model_type"]).digest]
+    found = measured_by_itself(model)
+    assert {key: why is None for key, why in found.items()} == {key: why is None for key, why in kept.items()}
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen2_moe"])

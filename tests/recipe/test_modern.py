@@ -14,7 +14,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.screen import full_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, load_recipe
-from pretraining.recipe.model import measured_by_itself, why_not, why_not_apart
+from pretraining.recipe.model import why_not, why_not_apart
 from tests.gear.runs import Workshop
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
@@ -72,14 +72,10 @@ def test_each_size_is_planned_with_the_number_of_parameters_it_states(name):
 
 
 def test_its_class_has_what_its_recipes_ask_for():
-    """Documents apart, a loss that never holds all logits in fp32, compiled blocks: as measured here."""
+    """Documents apart, a loss that never holds all logits in fp32, compiled blocks: measured in test_model_types.py."""
     model = load_recipe("modern/124m").model
     assert why_not_apart(model, "sdpa") is None and why_not_apart(model, "torch_varlen") is None
     assert not why_not(model, "chunked") and not why_not(model, "compiled")
-    measured = measured_by_itself(model)
-    assert {key: why is None for key, why in measured.items()} == {
-        key: why_not(model, key) is None for key in measured
-    }
 
 
 def test_it_trains_the_same_under_zero3(workshop: Workshop):
