@@ -1,6 +1,6 @@
 """What methods of today change at the demo's size: bits per byte on held-out files at the end, over seeds.
 
-    python benchmarks/methods.py --keep                      # 700 steps of recipe tiny; some 25 minutes on two cores
+    python benchmarks/methods.py --keep                      # 700 steps of recipe tiny; an hour of two cores
     python benchmarks/methods.py --tokens 204800 --seeds 1 --ways tiny per_head merged
 
 Each way is recipe tiny with some keys changed, by the real command in one process on one core; all cores are at work,

@@ -74,7 +74,8 @@ def classes_of_recipes() -> dict:
     found = {}
     for name in (*recipe_names(), *sorted(path.stem for path in (RECIPES / "published").glob("*.json"))):
         model = load_recipe(name).model
-        if own := model_extension(model["model_type"]):
+        own = model_extension(model["model_type"])
+        if own and own.digest not in found:
             found[own.digest] = measured_by_itself(model)
     return found
 

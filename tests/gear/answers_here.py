@@ -12,14 +12,13 @@ from pretraining.recipe import published
 from tests.gear.runs import REPOSITORY
 
 COUNTING = ("-m", "pretraining.model.counting")
+ask = model_section.ask
+"""The program's own answer."""
 
 
 def answer_here() -> None:
     """Answer what this process would ask of the programs that count a model, and that read a published config."""
     model_section.ask = published.ask = answer
-
-
-ask = model_section.ask
 
 
 def answer(program: Sequence[str], question: str, **variables: str) -> dict:

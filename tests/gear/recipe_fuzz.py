@@ -262,7 +262,9 @@ def _outcome(tried: Callable[[], None]) -> Outcome:
     try:
         signal.signal(signal.SIGALRM, _too_late)
         signal.alarm(PLAN_SECONDS)
-        tried()
+        # a model of the hub is refused at once, and not after some seconds of trying
+        with mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
+            tried()
     except UserError as error:
         return _refused(f"error: {error}\n")
     except Exception:
@@ -332,10 +334,7 @@ def checked_recipes(
     """Yield settings, ds_config, the plan's outcome, and where preparation or start do not agree with it ("" if so)."""
     fuzz = RecipeFuzz(seed, trains=False, checks=True)
     answer_here()
-    kept = mock.patch.dict(os.environ, PRETRAINING_MODEL_CACHE=str(workshop.folder / "counted"))
-    # a model of the hub is refused at once, and not after some seconds of trying
-    offline = mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with kept, offline:
+    with mock.patch.dict(os.environ, PRETRAINING_MODEL_CACHE=str(workshop.folder / "counted")):
         for _ in range(number):
             settings, stage = fuzz.draw(), fuzz.draw_stage()
             planned = plan_outcome(workshop, settings, stage, 1)
