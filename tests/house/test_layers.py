@@ -155,22 +155,36 @@ def test_commands_load_torch_only_once_everything_is_checked():
 
 def modules_after(*command: str) -> tuple[int, set[str]]:
     """Exit code and top-level modules that a command of the repository has imported when it ends."""
+    ((code, modules),) = modules_after_each(command)
+    return code, modules
+
+
+def modules_after_each(*commands: tuple[str, ...]) -> list[tuple[int, set[str]]]:
+    """The same of several commands, one after the other in one interpreter: each has what those before it imported."""
     program = (
-        "import atexit, json, runpy, sys\n"
-        "atexit.register(lambda: print('\\n' + json.dumps([m for m in sys.modules if '.' not in m])))\n"
-        "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        "import json, runpy, sys\n"
+        "for command in json.loads(sys.argv.pop()):\n"
+        "    sys.argv[:] = command\n"
+        "    try:\n"
+        "        code = runpy.run_path(command[0], run_name='__main__') and 0\n"
+        "    except SystemExit as end:\n"
+        "        code = end.code or 0\n"
+        "    print('\\nmodules ' + json.dumps([code, [m for m in sys.modules if '.' not in m]]))"
     )
-    finished = execute([sys.executable, "-c", program, *command])
-    assert "Traceback" not in finished.stderr, finished.output
-    return finished.code, set(json.loads(finished.stdout.splitlines()[-1]))
+    finished = execute([sys.executable, "-c", program, json.dumps(commands)])
+    assert "Traceback" not in finished.stderr and finished.code == 0, finished.output
+    lines = [line for line in finished.stdout.splitlines() if line.startswith("modules ")]
+    return [(code, set(modules)) for code, modules in (json.loads(line.partition(" ")[2]) for line in lines)]
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_the_plan_of_every_recipe_needs_no_torch(name):
+def test_the_plan_of_every_recipe_needs_no_torch():
     """Promise: you know before you pay, at once."""
-    ranks = max(2, fewest_ranks(load_ds_config(load_recipe(name).deepspeed)))
-    code, modules = modules_after("train.py", "--recipe", name, "--plan", "--world_size", str(ranks))
-    assert code == 0 and not modules & HEAVY
+    plans = {}
+    for name in recipe_names():
+        ranks = max(2, fewest_ranks(load_ds_config(load_recipe(name).deepspeed)))
+        plans[name] = ("train.py", "--recipe", name, "--plan", "--world_size", str(ranks))
+    for name, (code, modules) in zip(plans, modules_after_each(*plans.values()), strict=True):
+        assert code == 0 and not modules & HEAVY, name
 
 
 @pytest.mark.parametrize("command", ["train.py", "data_prep.py"])

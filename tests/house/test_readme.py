@@ -202,7 +202,11 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     assert shown.code == 0, shown.output
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
-        wanted = [*LINT]
+        *quick, types = LINT
+        wanted = [
+            *quick,
+            f"python -c 'from tests.gear.forked import IMPORTS; exec(IMPORTS)' >/dev/null 2>&1 & {types}",
+        ]
         wanted += ["python -m pytest -m gpu"] if num_gpus() else []
         wanted += ["python -m pytest -n 3 --dist loadfile --no-loadscope-reorder"]
         assert recipe[-len(wanted) :] == wanted

@@ -132,14 +132,14 @@ def test_every_entry_is_used_and_tested_where_it_says():
 
 def test_nothing_outside_upstream_uses_a_private_name():
     """The one door: neither private attributes nor private modules, nor attributes of libraries that are replaced."""
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in OUTSIDE}
-    own = set().union(*map(_defined, trees.values()))
+    written = {file: _nodes(file) for file in OUTSIDE}
+    own = set().union(*map(_defined, written.values()))
     # Names of DeepSpeed's that have no underscore and are documented nowhere.
     undocumented = {each.name.rpartition(".")[2] for each in reliances() if each.package == "deepspeed"} - own
     found = [
         f"{file.relative_to(REPOSITORY)}:{line}: {name}"
-        for file, tree in trees.items()
-        for line, name in sorted({*_used(tree, own, undocumented), *_patched(tree)})
+        for file, nodes in written.items()
+        for line, name in sorted({*_used(nodes, own, undocumented), *_patched(nodes)})
     ]
     assert not found, "\n".join(["put these into upstream/, and into its table:", *found])
 
@@ -147,11 +147,11 @@ def test_nothing_outside_upstream_uses_a_private_name():
 def test_every_private_name_in_upstream_is_in_the_table():
     """Methods that override a private one of a library count as its use."""
     listed = {part for each in reliances() for part in each.name.split(".")}
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in INSIDE}
     found = []
-    for file, tree in trees.items():
-        own = _defined(tree) - _overriding(file)
-        used = {*_used(tree, own, set()), *_spelt(tree), *((0, name) for name in _overriding(file))}
+    for file in INSIDE:
+        nodes = _nodes(file)
+        own = _defined(nodes) - _overriding(file)
+        used = {*_used(nodes, own, set()), *_spelt(nodes), *((0, name) for name in _overriding(file))}
         found += [f"{file.name}: {name}" for _, name in sorted(used) if name not in listed]
     assert not found, "\n".join(found)
 
@@ -187,23 +187,28 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in OF_PYTHON
 
 
-def _defined(tree: ast.AST) -> set[str]:
+def _nodes(file: Path) -> list[ast.AST]:
+    """Return everything in a module; to walk through it is most of what these tests cost."""
+    return [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+
+
+def _defined(nodes: list[ast.AST]) -> set[str]:
     """Return the names that a module gives to its own functions, classes, variables and attributes."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+            names |= {node.attr} if getattr(node.value, "id", "") in ("self", "cls") else set()
     return names
 
 
-def _used(tree: ast.AST, own: set[str], others: set[str]) -> set[tuple[int, str]]:
+def _used(nodes: list[ast.AST], own: set[str], others: set[str]) -> set[tuple[int, str]]:
     """Return (line, name) of private attributes and modules that are not our own, and of `others`."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         names = []
         if isinstance(node, ast.Attribute):
             names = [node.attr]
@@ -211,24 +216,24 @@ def _used(tree: ast.AST, own: set[str], others: set[str]) -> set[tuple[int, str]
             names = [part for each in node.names for part in each.name.split(".")]
         elif isinstance(node, ast.ImportFrom) and not node.module.startswith("pretraining"):
             names = [*node.module.split("."), *(each.name for each in node.names)]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             names = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
         found |= {(node.lineno, name) for name in names if _is_private(name) and name not in own}
         found |= {(node.lineno, name) for name in names if name in others}
     return found
 
 
-def _spelt(tree: ast.AST) -> set[tuple[int, str]]:
+def _spelt(nodes: list[ast.AST]) -> set[tuple[int, str]]:
     """Return (line, name) of private names in strings, which name what a stand-in replaces."""
-    strings = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    strings = [n for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     words = {(node.lineno, word) for node in strings for word in node.value.split()}
     return {(line, word) for line, word in words if re.fullmatch(r"_[a-zA-Z]\w*", word)}
 
 
-def _patched(tree: ast.AST) -> set[tuple[int, str]]:
+def _patched(nodes: list[ast.AST]) -> set[tuple[int, str]]:
     """Return (line, name) of attributes of imported libraries that the module sets."""
     libraries = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             roots = {each.asname or each.name.split(".")[0]: each.name.split(".")[0] for each in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -238,7 +243,7 @@ def _patched(tree: ast.AST) -> set[tuple[int, str]]:
         ours = {"pretraining", *sys.stdlib_module_names}
         libraries |= {name for name, root in roots.items() if root not in ours}
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             base = node
             while isinstance(base, ast.Attribute | ast.Subscript):

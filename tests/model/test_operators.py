@@ -30,7 +30,8 @@ import sys
 import torch.utils.cpp_extension as cpp_extension
 from pretraining.training.operators import keep_compiled_operators
 keep_compiled_operators()
-print("answer", cpp_extension.load("small", [sys.argv[1]], extra_cflags=[f"-DANSWER={sys.argv[2]}"]).answer)
+flags = ["-g", f"-DANSWER={sys.argv[2]}"]
+print("answer", cpp_extension.load("small", [sys.argv[1]], extra_cflags=flags).answer)
 """
 
 
@@ -84,6 +85,7 @@ def test_a_second_process_starts_no_compiler(machine):
     """The first says that it compiles; the second loads in silence, wherever its copy of the source lies."""
     assert "compiling DeepSpeed's operator small" in machine.said(machine.start())
     calls = machine.calls.read_text()
+    assert "-DANSWER=42" in calls and " -g " not in calls  # nobody debugs it, and it takes most of the time
     (machine.source.parent / "other").mkdir()
     machine.source = machine.source.rename(machine.source.parent / "other" / "small.cpp")
     assert machine.said(machine.start()) == "answer 42\n" and machine.calls.read_text() == calls
