@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -36,6 +37,7 @@ def test_killed_in_a_piece_it_goes_on_there_and_says_what_failed(tmp_path):
     started = Started(command(tmp_path))
     while not (tmp_path / "begun").exists():
         assert started.process.poll() is None
+        time.sleep(0.01)
     kept = (tmp_path / "first.json").stat().st_mtime_ns
     started.kill()
     assert not (tmp_path / "second.json").exists()
