@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 import shutil
 import sys
@@ -292,7 +293,7 @@ class Merge:
         newest_first, known = sorted(there, reverse=True), ", ".join(map(str, sorted(there))) or "none"
         if options.steps:
             words = options.steps.split(",")
-            wanted = {int(word) for word in words if word.strip().isdigit()}
+            wanted = {int(word) for word in words if word.strip().isdecimal()}
             if len(wanted) < len(words) or not wanted <= there.keys():
                 what = "is not a list of different steps that are there"
                 raise UserError(f"--steps {options.steps}: {what}; there are {known}")
@@ -315,7 +316,7 @@ class Merge:
             numbers = [not_negative_number(word) for word in weights.split(",")]
         except argparse.ArgumentTypeError as error:
             raise UserError(f"--weights {weights}: {error}") from error
-        if len(numbers) != number or not sum(numbers):
+        if len(numbers) != number or not 0 < sum(numbers) < math.inf:
             raise UserError(f"--weights {weights}: needs {number} numbers, one a part, not all 0")
         return [each / sum(numbers) for each in numbers]
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.initialization import no_init_weights
 from transformers.trainer import TRAINER_STATE_NAME
@@ -130,7 +130,10 @@ def _weights_in(part: Path) -> Callable[[str], torch.Tensor | None]:
     if (part / MARKER).exists():
         reader = CheckpointReader(part)
         return lambda name: averaged(reader, name) if name in reader.parameters else None
-    files = [safe_open(path, "pt") for path in sorted(part.glob("*.safetensors"))]
+    try:
+        files = [safe_open(path, "pt") for path in sorted(part.glob("*.safetensors"))]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{part}: its weights cannot be read ({error}); name others with --steps") from None
     place = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     return lambda name: place[name].get_tensor(name) if name in place else None
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -31,10 +32,11 @@ from pretraining.ladder.answers import (
 )
 from pretraining.ladder.family import Choices, family_of
 from pretraining.ladder.fit import check_enough
-from pretraining.ladder.rungs import Rung, commands_of, costs_of, measured, rungs_of
+from pretraining.ladder.rungs import Rung, check_begun, commands_of, costs_of, measured, rungs_of
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
+from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.page import LADDER_SCRIPTS, page_text, write_page
 from pretraining.runtime.durable_files import write_json
@@ -78,6 +80,8 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
     target, _ = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
     folder = options.output_dir or WORKPLACE / "runs" / f"{target.name}-ladder"
     code, failures = FINISHED, {}
+    # a wrong name is no surprise after hours
+    rival = options.against and read_ladder(str(options.against.absolute()))
     if not options.show:
         choices = Choices(**{each.name: getattr(options, each.name) for each in fields(Choices)})
         # all of them are checked before a file is written
@@ -88,6 +92,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         if options.plan:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
             return FINISHED, folder
+        check_begun(rungs)
         for member in members:
             member.write()
         if options.commands:
@@ -105,17 +110,18 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         write_json(folder / FILE, values)
     ladder = read_ladder(str(folder.absolute()))
     answer = answer_of(ladder)
+    if changes := changed_parts(target.to_dict(), ladder.values["recipe"]):
+        keys = ", ".join(change.key for change in changes[:3])
+        answer["notes"].append(f"the ladder is of another recipe ({keys}), and so is its loss")
     if options.flops:
         answer["flops"] = best_size(ladder, target, options.flops) | {"budget": options.flops}
     if options.dollars:
-        if not options.gpu:
-            raise UserError("--dollars needs --gpu NAME: what they buy depends on it")
         best = best_size(ladder, target, options.dollars, find_gpu(options.gpu), options.world_size)
         answer["dollars"] = best | {"budget": options.dollars}
     if options.serve:
         answer["serve"] = best_to_serve(ladder, target, options.serve) | {"served": options.serve}
-    if options.against:
-        answer["against"] = compare(ladder, read_ladder(str(options.against.absolute())))
+    if rival:
+        answer["against"] = compare(ladder, rival)
     if not options.show:
         page = page_text(ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
         write_page(folder / "ladder.html", page)
@@ -157,7 +163,7 @@ def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:
         numbers = [0]
-    if min(numbers) <= 0:
+    if not all(0 < number < math.inf for number in numbers):
         raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0 with commas between them")
     return tuple(dict.fromkeys((*own, *numbers)))
 
@@ -173,8 +179,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add_data_source(parser)
     what = "folder of all runs (default: runs/<recipe>-ladder)"
     add("--output_dir", type=named_path, metavar="DIR", help=what)
-    # the size's own rate and batch are always among them: the law is fitted to those
-    factors = partial(_numbers, float, own=(1.0,))
+    # the size's own rate and batch are always among them: the law is fitted to those; others are as a name has them
+    factors = partial(_numbers, lambda text: float(f"{float(text):g}"), own=(1.0,))
     for name, kind, metavar, what in (
         ("sizes", positive_integer, "N", "sizes (4)"),
         ("points", positive_integer, "N", "token counts of each size, each twice the one before (3)"),
@@ -202,6 +208,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if len(modes) > 1 or (modes and options.slurm is not None):
         what = "starts nothing; leave out the other of --plan, --commands, --show, --slurm"
         raise UserError(f"--{modes[0]}: {what}")
+    if options.dollars and not options.gpu:
+        raise UserError("--dollars needs --gpu NAME: what they buy depends on it")
     return options
 
 

@@ -31,6 +31,8 @@ POINTS = 40
 """Of a line of the page."""
 SURE = 0.95
 """Share of the draws that must name the same winner."""
+TEXT = ("validation", "validation_share", "sources", "filters", "dedup", "decontaminate", "skip_undecodable")
+"""Keys of `data` that decide which text a validation reads; without a share the first alone."""
 ROWS = (
     Column("run", "run"),
     Column("parameters", "parameters", ","),
@@ -142,7 +144,8 @@ def best_size(
         parameters, tokens = matmul_parameters(recipe), budget / cost
         expected = ladder.fits[DECAYED].at(parameters, tokens)
         rows.append({"width": width, "parameters": parameters, "tokens": tokens, **expected._asdict()})
-    return min(rows, key=lambda row: row["loss"])
+    best = min(rows, key=lambda row: row["loss"])
+    return best | {"at_the_end": best in (rows[0], rows[-1])}
 
 
 def best_to_serve(ladder: Ladder, target: Recipe, served: float) -> dict[str, Any]:
@@ -155,11 +158,12 @@ def best_to_serve(ladder: Ladder, target: Recipe, served: float) -> dict[str, An
     loss = law.loss(place["parameters"], place["tokens"])
     try:
         best = with_inference(law, loss, served)
+        width = width_for(target, best.parameters)
     except (ZeroDivisionError, OverflowError, ValueError):
         raise UserError("--serve: the points do not show what size and tokens bring; add --sizes") from None
     both = Allocation(place["parameters"], place["tokens"]), best
     before, after = (each.flops + 2 * each.parameters * served for each in both)
-    values = {"width": width_for(target, best.parameters), "loss": loss, "saved": 1 - after / before}
+    values = {"width": width, "loss": loss, "saved": 1 - after / before}
     return {**best.to_dict("Sardana et al. 2024, equation 3"), **values}
 
 
@@ -175,6 +179,11 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
     first, second = ours.values, theirs.values
     if first["recipe"]["data"]["tokenizer"] != second["recipe"]["data"]["tokenizer"]:
         raise UserError(f"--against {theirs.file}: has another tokenizer, whose losses cannot be compared")
+    texts = [_validation_text(ladder.values["recipe"]) for ladder in (ours, theirs)]
+    if others := [key for key in texts[0] if texts[0][key] != texts[1].get(key)]:
+        what = f"is validated on other text ({', '.join(others)}), whose losses cannot be compared"
+        remedy = "give both the same data.validation, validation_share 0 and a finished tokenizer"
+        raise UserError(f"--against {theirs.file}: {what}; {remedy}")
     place, other = first["target"], second["target"]
     # as many tokens as the same compute pays for
     tokens = place["flops"] / (other["flops"] / other["tokens"])
@@ -201,6 +210,17 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
         "sure": sure,
         "winner": names[middle > 0] if is_clear else None,
     }
+
+
+def _validation_text(recipe: dict) -> dict[str, Any]:
+    """Return what decides the text that a resolved recipe is validated on, and the tokens that are made of it."""
+    data = recipe["data"]
+    # what is learned from the sources differs with them
+    is_own = not data.get("validation_share") and "train_vocab_size" not in data["tokenizer"]
+    # how often training reads a source decides nothing
+    data = {**data, "sources": [{**each, "weight": None, "max_epochs": None} for each in data["sources"]]}
+    text = {f"data.{name}": data.get(name) for name in (TEXT[:1] if is_own else TEXT)}
+    return text | {"evaluation.max_validation_tokens": recipe["evaluation"].get("max_validation_tokens")}
 
 
 def as_text(answer: dict[str, Any], values: dict[str, Any]) -> str:
@@ -238,6 +258,7 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
         if best := answer.get(name):
             budget = f"{best['budget']:.3g} {what}" if what else dollars(best["budget"])
             words = Expected(*(best[key] for key in Expected._fields)).words
+            words += "; no width beyond it was tried" if best["at_the_end"] else ""
             rows.append((f"for {budget}", f"width {best['width']}, {_sized(best)}: {words}"))
     if best := answer.get("serve"):
         words = f"width {best['width']}, {_sized(best)}: the same loss for {best['saved']:.0%} less"

@@ -7,6 +7,7 @@ trained at a stable rate with a decay at its end, so that decays can branch off 
 import json
 import math
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -144,14 +145,19 @@ def width_for(target: Recipe, parameters: float) -> int:
     """Return the width whose member has about so many parameters (`matmul_parameters`), without building any."""
     size, own = model_size(target.model), value_of(target.model, "hidden_size")
 
-    def error(width: int) -> float:
+    def reached(width: int) -> float:
         # a head grows with the width; layers with its square, and they grow in number
         share = width / own
-        return abs(math.log((size.head * share + (size.matmul - size.head) * share**3) / parameters))
+        return size.head * share + (size.matmul - size.head) * share**3
 
     unit = _unit(target)
-    most = max(4 * own, own * (parameters / size.matmul))
-    return min(range(unit, int(most) + unit, unit), key=error)
+    # at this width the layers alone have so many
+    most = own * (parameters / (size.matmul - size.head)) ** (1 / 3)
+    widths = range(unit, int(most) + 2 * unit, unit)
+    above = bisect_left(widths, parameters, key=reached)
+    return min(
+        widths[max(0, above - 1) : above + 1], key=lambda width: abs(math.log(reached(width) / parameters))
+    )
 
 
 def _shape(target: Recipe, width: int) -> list[str]:

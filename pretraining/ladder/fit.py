@@ -167,7 +167,7 @@ def _solved(matrices: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 def _as_law(constants: np.ndarray, middle: np.ndarray) -> ParametricLoss:
     floor, size, length = constants[:3]
-    alpha, beta = np.exp(constants[3:])
+    alpha, beta = np.exp(np.minimum(constants[3:], 600.0))
     # a number that JSON can hold, where sizes explain nothing and the exponent has run away
     scales = np.exp(np.minimum([floor, size + alpha * middle[0], length + beta * middle[1]], 600.0))
     lowest, of_size, of_tokens = scales.tolist()

@@ -4,6 +4,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -14,6 +15,7 @@ from pretraining.checkpoints.branch import StageChanges, branch
 from pretraining.checkpoints.folders import damage
 from pretraining.errors import UserError
 from pretraining.ladder.family import Member
+from pretraining.outside.files import read_json_value
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.setup import Setup
@@ -22,7 +24,7 @@ from pretraining.recipe.refusals import checked_ds_config
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.metric_names import grouped
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, results_of
 from pretraining.sweep import Point
 
 RISE = 1.05
@@ -89,6 +91,21 @@ def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespac
             given: dict[str, Any] = {"recipe": str(file), "output_dir": place, **passed_on}
             rungs.append(Rung({}, place, given, member.recipe, member, trunk, begins, steps))
     return rungs
+
+
+def check_begun(rungs: Sequence[Rung]) -> None:
+    """Refuse runs that another recipe has begun, or that were validated in another way: no law is through both.
+
+    A branch keeps the recipe of the whole run that it is of.
+    """
+    for rung in rungs:
+        own = results_of(rung.recipe.to_dict())
+        # a file that cannot be read stops its run in a line of its own
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            begun = results_of(read_json_value(RunFolder(rung.trunk).recipe))
+            if others := [key for key in own if own[key] != begun.get(key)]:
+                what = f"holds a run with another {', '.join(others[:3])}"
+                raise UserError(f"{rung.trunk}: {what}; another ladder needs an --output_dir of its own")
 
 
 def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size: int) -> dict[str, Any]:

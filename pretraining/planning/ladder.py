@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of, read_json_value
+from pretraining.outside.files import COUNT, TEXT, object_of, read_json_value
 from pretraining.planning.scaling_laws import ParametricLoss
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import Change, changed_parts
+from pretraining.recipe.curve import Change, changed_parts, curve_parts
 from pretraining.runtime.installation import WORKPLACE
 from pretraining.schema import check
 
@@ -81,28 +81,43 @@ class LossFit:
         return cls(law, draws, without, values["noise"], values["left_out"], notes)
 
 
-POSITIVE = {**NUMBER, "exclusiveMinimum": 0}
-_LAW = object_of({**dict.fromkeys(("E", "A", "B", "alpha", "beta"), NUMBER), "source": TEXT})
+# Bounds leave out what is no number or has no end, of which any answer would be one too.
+_FINITE = {"type": "number", "minimum": -1e300, "maximum": 1e300}
+_LEAST_0, POSITIVE = {**_FINITE, "minimum": 0}, {**_FINITE, "exclusiveMinimum": 0, "maximum": 1e60}
+_LAW = object_of({**dict.fromkeys(("E", "A", "B", "alpha", "beta"), _LEAST_0), "source": TEXT})
 _LAWS = {"type": "array", "items": _LAW}
+_BEST = object_of({"law": {"type": "array", "items": _FINITE, "minItems": 3}, "draws": {"type": "array"}})
 _FIT = object_of(
     {
         "law": _LAW,
         "draws": {**_LAWS, "minItems": 1},
         "without": _LAWS,
-        "noise": {**NUMBER, "minimum": 0},
-        "left_out": {"type": ["number", "null"]},
+        "noise": {**_LEAST_0, "maximum": 100},
+        "left_out": {**_FINITE, "type": ["number", "null"]},
         "notes": {"type": "array", "items": TEXT},
     }
 )
-_POINT = object_of({"run": TEXT, "parameters": POSITIVE, "tokens": POSITIVE, "flops": POSITIVE})
+_POINT = object_of(
+    {
+        **dict.fromkeys(("run", "size"), TEXT),
+        **dict.fromkeys(("parameters", "tokens", "flops", "learning_rate"), POSITIVE),
+        "base": {"type": "boolean"},
+        "metrics": object_of({"loss": POSITIVE}),
+    }
+)
+_DATA = object_of(
+    {"tokenizer": {"type": ["string", "object"]}, "sources": {"type": "array", "items": object_of({})}}
+)
 _SHAPE = object_of(
     {
         "name": TEXT,
         "target": object_of({"parameters": POSITIVE, "tokens": POSITIVE, "flops": POSITIVE}),
-        "recipe": {"type": "object"},
+        "recipe": object_of({"data": _DATA, "evaluation": {"type": "object"}}),
         "points": {"type": "array", "items": _POINT, "minItems": 1},
         "runs": COUNT,
-        "fits": {"type": "object", "required": [DECAYED], "patternProperties": {"": _FIT}},
+        "faults": {"type": "array", "items": TEXT},
+        "best": {"type": "object", "patternProperties": {"(?s:.*)": _BEST}},
+        "fits": {"type": "object", "required": [DECAYED, STABLE], "patternProperties": {"(?s:.*)": _FIT}},
     }
 )
 
@@ -175,7 +190,10 @@ def read_ladder(name: str) -> Ladder:
 def _read(path: Path, changed_ns: int, size: int) -> Ladder:
     try:
         values = check(read_json_value(path), _SHAPE, str(path))
-    except (OSError, ValueError) as error:
+        curve_parts(values["recipe"])
+        if not any(point["base"] for point in values["points"]):
+            raise ValueError("it has no run at the rate and batch of its size")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); type the ladder's command again") from None
     return Ladder(path, values, {name: LossFit.of(fit) for name, fit in values["fits"].items()})
 

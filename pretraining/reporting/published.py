@@ -13,7 +13,7 @@ from pretraining.schema import fits
 
 _NUMBERS = {"type": "array", "items": NUMBER}
 _SERIES = object_of({"tokens": _NUMBERS, "values": _NUMBERS})
-_FILE = object_of({"run": TEXT, "curves": {"type": "object", "patternProperties": {"": _SERIES}}})
+_FILE = object_of({"run": TEXT, "curves": {"type": "object", "patternProperties": {"(?s:.*)": _SERIES}}})
 """A file of recipes/published/curves/: values after so many trained tokens, by the name that metrics.jsonl has for
 them; `sources`, `licence` and `note` are for its readers."""
 

@@ -69,6 +69,8 @@ UNMERGED = {
     "more than there are": (["--last", "3"], "--last 3: {run} has 2: 8, 10"),
     "one": (["--last", "1"], "one checkpoint is no average; `export` writes its weights"),
     "no such step": (["--steps", "8,9"], "--steps 8,9: is not a list of different steps that are there"),
+    "a digit that is no number": (["--steps", "8,\u00b2"], "is not a list of different steps that are there"),
+    "no sum": (["--last", "2", "--weights", "1e308,1e308"], "needs 2 numbers, one a part, not all 0"),
     "too few weights": (["--last", "2", "--weights", "1"], "--weights 1: needs 2 numbers, one a part"),
     "no number": (["--last", "2", "--weights", "1,x"], "--weights 1,x: "),
     "written before": (["--last", "2", "--to", "{run}"], "{run}: is there already"),

@@ -12,7 +12,8 @@ import pytest
 from pretraining.errors import UserError
 from pretraining.ladder import climb
 from pretraining.ladder.__main__ import main
-from pretraining.ladder.answers import compare
+from pretraining.ladder.answers import answer_of, as_text, best_size, compare, fitted, ladder_payload
+from pretraining.ladder.family import width_for
 from pretraining.ladder.fit import best_at, fit_best, fit_loss, fit_score
 from pretraining.planning.__main__ import main as plan_main
 from pretraining.planning.ladder import DECAYED, FILE, STABLE, matmul_parameters, read_ladder
@@ -307,6 +308,11 @@ WRONG = {
     "--set model.n_embd=x": "model.n_embd",
     "--plan --widths 16,24": "have 2 sizes and",
     "--plan --widths 16,24,32 --gpu X9": "X9",
+    "--rates 0.5,nan": "write numbers above 0",
+    "--batches inf": "write numbers above 0",
+    # before hours of training, and not behind them
+    "--widths 16,24,32 --dollars 5": "--dollars needs --gpu",
+    "--widths 16,24,32 --against nowhere": "no such ladder",
 }
 
 
@@ -325,3 +331,109 @@ def test_a_damaged_ladder_is_one_line(workshop, tmp_path):
     for command in (["python", "train.py", *options, "--plan"], ladder_command(workshop, tmp_path, "--show")):
         finished = execute(command)
         assert finished.code == 2 and finished.stderr.count("\n") == 1 and FILE in finished.stderr
+
+
+GPT2 = "features/gpt2"
+
+
+def written_ladder(folder: Path, settings: tuple[str, ...] = ()) -> dict:
+    """Write the ladder.json of a recipe whose runs follow LAW, and return what it holds."""
+    target, points = load_recipe(GPT2, settings), []
+    for size, tokens, loss in zip(*points_of([0.005 * size for size in SIZES]), strict=True):
+        point = {
+            "run": f"w{size}-{tokens}",
+            "size": f"w{size}",
+            "parameters": size,
+            "tokens": tokens,
+            "base": True,
+        }
+        point |= {"flops": 6 * size * tokens, "learning_rate": 0.01, "tokens_per_step": 2048}
+        points.append(point | {"metrics": {"loss": loss}})
+    values = fitted(target, points, [])
+    write_json(folder / FILE, values)
+    return values
+
+
+DAMAGES = {
+    "fits.decayed.law.E": None,
+    "fits.decayed.law.alpha": float("nan"),
+    "fits.stable.draws.0.B": float("inf"),
+    "fits.decayed.noise": 1e300,
+    "fits.decayed.notes": [None],
+    "points.0.metrics": {},
+    "points.0.base": "yes",
+    "points.0.flops": float("inf"),
+    "target.tokens": -1,
+    "recipe.model": None,
+    "recipe.data.tokenizer": None,
+    "faults": 3,
+    "best": {"rate": {}},
+}
+
+
+def test_wrong_numbers_inside_a_ladder_are_one_line(tmp_path):
+    """In the laws and their draws too: each is refused where it is read, and answers nothing."""
+    whole = json.dumps(written_ladder(tmp_path / "whole"))
+    kept = read_ladder(str(tmp_path / "whole"))
+    assert "law" in as_text(answer_of(kept), kept.values) and ladder_payload(kept, answer_of(kept))["rows"]
+    for number, (key, value) in enumerate(DAMAGES.items()):
+        values = place = json.loads(whole)
+        *parts, last = key.split(".")
+        for part in parts:
+            place = place[int(part) if part.isdigit() else part]
+        place[last] = value
+        write_json(tmp_path / str(number) / FILE, values)
+        with pytest.raises(UserError, match=r"ladder\.json") as raised:
+            read_ladder(str(tmp_path / str(number)))
+        assert "\n" not in str(raised.value), key
+
+
+def test_losses_of_other_texts_are_not_compared(tmp_path):
+    """A held-out share is of one's own sources; a weight decides nothing of it, and neither does a larger model."""
+    ours, alike, other, shorter = (tmp_path / name for name in ("ours", "alike", "other", "shorter"))
+    written_ladder(ours)
+    written_ladder(alike, ('data.sources=[{"builtin": "python_stdlib", "weight": 2}]', "model.n_layer=8"))
+    written_ladder(other, (f'data.sources=[{{"path": "{tmp_path}"}}]',))
+    written_ladder(shorter, ("evaluation.max_validation_tokens=1000",))
+    kept = {place: read_ladder(str(place)) for place in (ours, alike, other, shorter)}
+    assert compare(kept[ours], kept[alike])["winner"] is None
+    for place, key in ((other, "data.sources"), (shorter, "evaluation.max_validation_tokens")):
+        with pytest.raises(UserError, match=f"validated on other text \\({key}\\)"):
+            compare(kept[ours], kept[place])
+
+
+def test_a_recipe_that_is_not_the_ladders_is_told(tmp_path, capsys):
+    written_ladder(tmp_path)
+    command = [GPT2, "--output_dir", str(tmp_path), "--show"]
+    main(command)
+    assert "another recipe" not in capsys.readouterr().out
+    main([*command, "--set", "budget.tokens=4096000"])
+    assert "the ladder is of another recipe (budget.tokens)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_runs_of_another_recipe_are_refused_before_a_file_is_written(tmp_path):
+    """Also runs that were validated in another way: a branch would keep that, and its whole run would not."""
+    words = [GPT2, "--widths", "32,64,128", "--output_dir", str(tmp_path), "--commands"]
+    main(words)
+    file = tmp_path / "recipes" / "w64.json"
+    before = file.read_bytes()
+    shutil.copytree(tmp_path / "recipes", tmp_path / "w64")
+    (tmp_path / "w64" / "w64.json").rename(tmp_path / "w64" / "recipe.json")
+    main(words)
+    for key, value in (("evaluation.max_validation_tokens", "1000"), ("training.seed", "7")):
+        with pytest.raises(
+            UserError, match=r"w64: holds a run with another .*needs an --output_dir of its own"
+        ):
+            main([*words, "--set", f"{key}={value}"])
+    assert file.read_bytes() == before
+
+
+def test_a_width_is_found_at_once(tmp_path):
+    """Of any size; a budget whose best width is the last that is tried says so."""
+    target = load_recipe(GPT2)
+    assert width_for(target, matmul_parameters(target)) == 128
+    # a cube of the width, but for the head
+    assert width_for(target, 1e30) / width_for(target, 1e27) == pytest.approx(10, rel=1e-3)
+    written_ladder(tmp_path)
+    kept = read_ladder(str(tmp_path))
+    assert best_size(kept, target, 1e25)["at_the_end"] and not best_size(kept, target, 3e14)["at_the_end"]

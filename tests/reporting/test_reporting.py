@@ -93,7 +93,8 @@ def test_the_published_curve_lies_beneath_the_run_with_the_gap_at_each_validatio
     )
     assert f"{said} 0.1000 below it." in sentences(analyze(RunRecord(run.path)))
     # a curve that has gone, or is none, is no reason to have no report
-    for text in ("{}", '{"run": "x", "curves": {"eval/loss": {"tokens": [1], "values": []}}}'):
+    series = ('{"tokens": [1], "values": []}', '{"tokens": ["1"], "values": [1]}', "3")
+    for text in ("{}", *(f'{{"run": "x", "curves": {{"eval/loss": {each}}}}}' for each in series)):
         (tmp_path / "other.json").write_text(text)
         read_curve.cache_clear()
         assert read_curve(tmp_path / "other.json") is None and read_curve(tmp_path / "gone.json") is None
