@@ -389,10 +389,10 @@ def test_wrong_numbers_inside_a_ladder_are_one_line(tmp_path):
 
 
 def test_losses_of_other_texts_are_not_compared(tmp_path):
-    """A held-out share is of one's own sources; a weight decides nothing of it, and neither does a larger model."""
+    """A held-out share is of one's own sources; a weight decides nothing of it."""
     ours, alike, other, shorter = (tmp_path / name for name in ("ours", "alike", "other", "shorter"))
     written_ladder(ours)
-    written_ladder(alike, ('data.sources=[{"builtin": "python_stdlib", "weight": 2}]', "model.n_layer=8"))
+    written_ladder(alike, ('data.sources=[{"builtin": "python_stdlib", "weight": 2}]',))
     written_ladder(other, (f'data.sources=[{{"path": "{tmp_path}"}}]',))
     written_ladder(shorter, ("evaluation.max_validation_tokens=1000",))
     kept = {place: read_ladder(str(place)) for place in (ours, alike, other, shorter)}
