@@ -20,6 +20,7 @@ from pretraining.planning.quantities import dollars, several, short, three_digit
 from pretraining.planning.scaling_laws import FAR, Allocation, with_inference
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import checked_ds_config
 from pretraining.runtime.metric_names import lower_is_better
@@ -31,8 +32,9 @@ POINTS = 40
 """Of a line of the page."""
 SURE = 0.95
 """Share of the draws that must name the same winner."""
-TEXT = ("validation", "validation_share", "sources", "filters", "dedup", "decontaminate", "skip_undecodable")
-"""Keys of `data` that decide which text a validation reads; without a share the first alone."""
+TEXT = ("data.validation", "data.validation_share", "data.sources", "data.filters", "data.dedup")
+TEXT += ("data.decontaminate", "data.skip_undecodable")
+"""Keys that decide which text a validation reads; without a share the first alone."""
 ROWS = (
     Column("run", "run"),
     Column("parameters", "parameters", ","),
@@ -181,9 +183,8 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
         raise UserError(f"--against {theirs.file}: has another tokenizer, whose losses cannot be compared")
     texts = [_validation_text(ladder.values["recipe"]) for ladder in (ours, theirs)]
     if others := [key for key in texts[0] if texts[0][key] != texts[1].get(key)]:
-        what = f"is validated on other text ({', '.join(others)}), whose losses cannot be compared"
-        remedy = "give both the same data.validation, validation_share 0 and a finished tokenizer"
-        raise UserError(f"--against {theirs.file}: {what}; {remedy}")
+        what = f"its losses are of other text ({', '.join(others)}); give both the same data.validation"
+        raise UserError(f"--against {theirs.file}: {what}, validation_share 0 and a known tokenizer")
     place, other = first["target"], second["target"]
     # as many tokens as the same compute pays for
     tokens = place["flops"] / (other["flops"] / other["tokens"])
@@ -214,13 +215,13 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
 
 def _validation_text(recipe: dict) -> dict[str, Any]:
     """Return what decides the text that a resolved recipe is validated on, and the tokens that are made of it."""
-    data = recipe["data"]
+    parts, most = curve_parts(recipe), recipe["evaluation"].get("max_validation_tokens")
     # what is learned from the sources differs with them
-    is_own = not data.get("validation_share") and "train_vocab_size" not in data["tokenizer"]
+    is_own = not parts["data.validation_share"] and "train_vocab_size" not in parts["data.tokenizer"]
     # how often training reads a source decides nothing
-    data = {**data, "sources": [{**each, "weight": None, "max_epochs": None} for each in data["sources"]]}
-    text = {f"data.{name}": data.get(name) for name in (TEXT[:1] if is_own else TEXT)}
-    return text | {"evaluation.max_validation_tokens": recipe["evaluation"].get("max_validation_tokens")}
+    parts["data.sources"] = [{**each, "weight": None, "max_epochs": None} for each in parts["data.sources"]]
+    text = {name: parts[name] for name in (TEXT[:1] if is_own else TEXT)}
+    return text | {"evaluation.max_validation_tokens": most}
 
 
 def as_text(answer: dict[str, Any], values: dict[str, Any]) -> str:

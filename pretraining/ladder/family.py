@@ -155,9 +155,8 @@ def width_for(target: Recipe, parameters: float) -> int:
     most = own * (parameters / (size.matmul - size.head)) ** (1 / 3)
     widths = range(unit, int(most) + 2 * unit, unit)
     above = bisect_left(widths, parameters, key=reached)
-    return min(
-        widths[max(0, above - 1) : above + 1], key=lambda width: abs(math.log(reached(width) / parameters))
-    )
+    near = widths[max(0, above - 1) : above + 1]
+    return min(near, key=lambda width: abs(math.log(reached(width) / parameters)))
 
 
 def _shape(target: Recipe, width: int) -> list[str]:

@@ -94,10 +94,7 @@ def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespac
 
 
 def check_begun(rungs: Sequence[Rung]) -> None:
-    """Refuse runs that another recipe has begun, or that were validated in another way: no law is through both.
-
-    A branch keeps the recipe of the whole run that it is of.
-    """
+    """Refuse runs that another recipe has begun, or another way to validate, which branches keep: no law is both's."""
     for rung in rungs:
         own = results_of(rung.recipe.to_dict())
         # a file that cannot be read stops its run in a line of its own

@@ -81,7 +81,7 @@ class LossFit:
         return cls(law, draws, without, values["noise"], values["left_out"], notes)
 
 
-# Bounds leave out what is no number or has no end, of which any answer would be one too.
+# bounds leave out NaN and infinity
 _FINITE = {"type": "number", "minimum": -1e300, "maximum": 1e300}
 _LEAST_0, POSITIVE = {**_FINITE, "minimum": 0}, {**_FINITE, "exclusiveMinimum": 0, "maximum": 1e60}
 _LAW = object_of({**dict.fromkeys(("E", "A", "B", "alpha", "beta"), _LEAST_0), "source": TEXT})
@@ -97,22 +97,14 @@ _FIT = object_of(
         "notes": {"type": "array", "items": TEXT},
     }
 )
-_POINT = object_of(
-    {
-        **dict.fromkeys(("run", "size"), TEXT),
-        **dict.fromkeys(("parameters", "tokens", "flops", "learning_rate"), POSITIVE),
-        "base": {"type": "boolean"},
-        "metrics": object_of({"loss": POSITIVE}),
-    }
-)
-_DATA = object_of(
-    {"tokenizer": {"type": ["string", "object"]}, "sources": {"type": "array", "items": object_of({})}}
-)
+_PLACE = dict.fromkeys(("parameters", "tokens", "flops"), POSITIVE)
+_POINT = {**_PLACE, "run": TEXT, "size": TEXT, "base": {"type": "boolean"}, "learning_rate": POSITIVE}
+_POINT = object_of({**_POINT, "metrics": object_of({"loss": POSITIVE})})
 _SHAPE = object_of(
     {
         "name": TEXT,
-        "target": object_of({"parameters": POSITIVE, "tokens": POSITIVE, "flops": POSITIVE}),
-        "recipe": object_of({"data": _DATA, "evaluation": {"type": "object"}}),
+        "target": object_of(_PLACE),
+        "recipe": object_of({"evaluation": {"type": "object"}}),
         "points": {"type": "array", "items": _POINT, "minItems": 1},
         "runs": COUNT,
         "faults": {"type": "array", "items": TEXT},
@@ -191,8 +183,6 @@ def _read(path: Path, changed_ns: int, size: int) -> Ladder:
     try:
         values = check(read_json_value(path), _SHAPE, str(path))
         curve_parts(values["recipe"])
-        if not any(point["base"] for point in values["points"]):
-            raise ValueError("it has no run at the rate and batch of its size")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); type the ladder's command again") from None
     return Ladder(path, values, {name: LossFit.of(fit) for name, fit in values["fits"].items()})
