@@ -110,9 +110,8 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         write_json(folder / FILE, values)
     ladder = read_ladder(str(folder.absolute()))
     answer = answer_of(ladder)
-    if changes := changed_parts(target.to_dict(), ladder.values["recipe"]):
-        keys = ", ".join(change.key for change in changes[:3])
-        answer["notes"].append(f"the ladder is of another recipe ({keys}), and so is its loss")
+    if keys := [change.key for change in changed_parts(target.to_dict(), ladder.values["recipe"])]:
+        answer["notes"].append(f"the ladder is of another recipe ({', '.join(keys[:3])}), and so is its loss")
     if options.flops:
         answer["flops"] = best_size(ladder, target, options.flops) | {"budget": options.flops}
     if options.dollars:
