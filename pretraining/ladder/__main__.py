@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -30,7 +29,7 @@ from pretraining.ladder.answers import (
     fitted,
     ladder_payload,
 )
-from pretraining.ladder.family import Choices, family_of
+from pretraining.ladder.family import WIDEST, Choices, family_of
 from pretraining.ladder.fit import check_enough
 from pretraining.ladder.rungs import Rung, check_begun, commands_of, costs_of, measured, rungs_of
 from pretraining.planning.gpus import find_gpu
@@ -157,13 +156,15 @@ def _costs_text(costs: dict[str, Any]) -> str:
 
 
 def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:
-    """Read numbers above 0 with commas between them, after `own`."""
+    """Read numbers above 0, and no larger than a width can be, with commas between them, after `own`."""
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:
         numbers = [0]
-    if not all(0 < number < math.inf for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0 with commas between them")
+    if not all(0 < number <= WIDEST for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write numbers above 0, to {WIDEST:,}, with commas between them"
+        )
     return tuple(dict.fromkeys((*own, *numbers)))
 
 
@@ -207,6 +208,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if len(modes) > 1 or (modes and options.slurm is not None):
         what = "starts nothing; leave out the other of --plan, --commands, --show, --slurm"
         raise UserError(f"--{modes[0]}: {what}")
+    if max(options.sizes, options.points) > 40:
+        raise UserError(f"--sizes {options.sizes}, --points {options.points}: at most 40 of each")
     if options.dollars and not options.gpu:
         raise UserError("--dollars needs --gpu NAME: what they buy depends on it")
     return options

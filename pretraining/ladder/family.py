@@ -29,6 +29,7 @@ UNITS = ((2048, 64), (0, 8))
 """(least width, what widths from there on are multiples of)."""
 INNER = re.compile(r"intermediate_size$|^n_inner$|^ffn_dim$|inner_dim$")
 """Keys of a model section that hold an inner width."""
+WIDEST = 100_000
 SPAN = 2
 """Width of the largest member over that of the smallest, unless widths are given."""
 DECAY, DECAY_SHARE = {"decay_type": "1-sqrt", "min_lr_ratio": 0.0}, 0.2
@@ -152,7 +153,7 @@ def width_for(target: Recipe, parameters: float) -> int:
 
     unit = _unit(target)
     # at this width the layers alone have so many
-    most = own * (parameters / (size.matmul - size.head)) ** (1 / 3)
+    most = min(WIDEST, own * (parameters / (size.matmul - size.head)) ** (1 / 3))
     widths = range(unit, int(most) + 2 * unit, unit)
     above = bisect_left(widths, parameters, key=reached)
     near = widths[max(0, above - 1) : above + 1]

@@ -86,7 +86,6 @@ _FINITE = {"type": "number", "minimum": -1e300, "maximum": 1e300}
 _LEAST_0, POSITIVE = {**_FINITE, "minimum": 0}, {**_FINITE, "exclusiveMinimum": 0, "maximum": 1e60}
 _LAW = object_of({**dict.fromkeys(("E", "A", "B", "alpha", "beta"), _LEAST_0), "source": TEXT})
 _LAWS = {"type": "array", "items": _LAW}
-_BEST = object_of({"law": {"type": "array", "items": _FINITE, "minItems": 3}, "draws": {"type": "array"}})
 _FIT = object_of(
     {
         "law": _LAW,
@@ -108,7 +107,7 @@ _SHAPE = object_of(
         "points": {"type": "array", "items": _POINT, "minItems": 1},
         "runs": COUNT,
         "faults": {"type": "array", "items": TEXT},
-        "best": {"type": "object", "patternProperties": {"(?s:.*)": _BEST}},
+        "best": {"type": "object"},
         "fits": {"type": "object", "required": [DECAYED, STABLE], "patternProperties": {"(?s:.*)": _FIT}},
     }
 )
