@@ -162,9 +162,7 @@ def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:
     except ValueError:
         numbers = [0]
     if not all(0 < number <= WIDEST for number in numbers):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: write numbers above 0, to {WIDEST:,}, with commas between them"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0, to {WIDEST:,}, with commas")
     return tuple(dict.fromkeys((*own, *numbers)))
 
 

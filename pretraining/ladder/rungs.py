@@ -101,9 +101,7 @@ def check_begun(rungs: Sequence[Rung]) -> None:
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             begun = results_of(read_json_value(RunFolder(rung.trunk).recipe))
             if others := [key for key in own if own[key] != begun.get(key)]:
-                raise UserError(
-                    f"{rung.trunk}: holds a run of another {others[0]}; choose another --output_dir"
-                )
+                raise UserError(f"{rung.trunk}: is of another {others[0]}; choose another --output_dir")
 
 
 def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size: int) -> dict[str, Any]:

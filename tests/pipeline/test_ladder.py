@@ -422,7 +422,7 @@ def test_runs_of_another_recipe_are_refused_before_a_file_is_written(tmp_path):
     (tmp_path / "w64" / "w64.json").rename(tmp_path / "w64" / "recipe.json")
     main(words)
     for key, value in (("evaluation.max_validation_tokens", "1000"), ("training.seed", "7")):
-        with pytest.raises(UserError, match=r"w64: holds a run of another .*choose another --output_dir"):
+        with pytest.raises(UserError, match=r"w64: is of another .*choose another --output_dir"):
             main([*words, "--set", f"{key}={value}"])
     assert file.read_bytes() == before
 
