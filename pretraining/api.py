@@ -95,8 +95,7 @@ class Prepared:
     def tokens(self, split: str = "train", start: int = 0, stop: int | None = None) -> "np.ndarray":
         """Return tokens `start` up to `stop` of a split, by default all: documents one after the other.
 
-        Raises:
-            UserError: there is no such split, or the preparation only counted.
+        Raises `UserError` if there is no such split, or the preparation only counted.
         """
         from pretraining.data.prepared import open_prepared
 
@@ -211,7 +210,6 @@ def settings_of(settings: Mapping[str, Any] | Sequence[str] | str) -> list[str]:
 
 
 def _print_line(line: str) -> None:
-    """Print a line of a command, but not its error, because an exception reports it."""
     if not line.startswith("error: "):
         print(line, end="", flush=True)
 

@@ -63,7 +63,6 @@ class OneLineParser(argparse.ArgumentParser):
         return as_typed(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UserError` with the message and the command that shows the help."""
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
@@ -113,7 +112,6 @@ def _not_empty(text: str) -> str:
 
 
 def named_path(text: str) -> Path:
-    """Read an argument that is a path, and not empty."""
     return Path(_not_empty(text))
 
 

@@ -96,7 +96,6 @@ class Degrees(NamedTuple):
 
 
 NOT_SPLIT = Degrees()
-"""Plain data parallelism."""
 
 
 def degrees_of(config: dict | None) -> Degrees:
@@ -125,9 +124,8 @@ def load_ds_config(name_or_path: str) -> dict:
     Degrees of parallelism may follow, and replace those of the file: `zero3:sequence=4`, `my.json:tensor=2,sequence=2`.
     So may the type of reductions: `zero2:reduce=fp32`.
 
-    Raises:
-        UserError: one line naming the file and the dotted key: unknown or misspelt (with the nearest),
-            removed from DeepSpeed, an optimizer or scheduler block, a shared value that is not "auto".
+    Raises `UserError`, which names the file and the dotted key, for a key that is unknown, removed from DeepSpeed or
+    the recipe's, and for a shared value that is not "auto".
     """
     name_or_path, _, degrees = str(name_or_path).partition(":")
     path = DS_CONFIGS / f"{name_or_path}.json"
@@ -154,7 +152,6 @@ def load_ds_config(name_or_path: str) -> dict:
 
 @cache
 def ds_config_schema() -> dict:
-    """Read ds_configs/schema.json, which is generated from the installed DeepSpeed."""
     return json.loads((DS_CONFIGS / "schema.json").read_text(encoding="utf-8"))
 
 
@@ -226,10 +223,8 @@ def _with_degree(config: dict, text: str) -> dict:
 def _owned_elsewhere(config: dict, schema: dict) -> Wrong:
     """No key that DeepSpeed dropped, or that the recipe owns; "auto" for each that the recipe decides."""
     zero, of_zero = config.get("zero_optimization"), schema["properties"]["zero_optimization"]
-    for values, removed, prefix in (
-        (config, schema["removed"], ""),
-        (zero, of_zero["removed"], "zero_optimization."),
-    ):
+    places = (config, schema["removed"], ""), (zero, of_zero["removed"], "zero_optimization.")
+    for values, removed, prefix in places:
         # a block of another type is left to the schema
         for key in values if isinstance(values, dict) else ():
             if key in removed:
@@ -237,25 +232,21 @@ def _owned_elsewhere(config: dict, schema: dict) -> Wrong:
     for key in config:
         if key in DS_CONFIG_KEYS:
             yield key, f"does not belong here: {DS_CONFIG_KEYS[key]}"
-    # A key that is left out would not do: DeepSpeed would take its own default.
-    for key in SHARED_KEYS:
-        yield from _must_be(config, key, key, "auto", BY_RECIPE)
-    for block in ("bf16", *(["fp16"] if "fp16" in config else [])):
-        yield from _must_be(config.get(block), "enabled", f"{block}.enabled", "auto", BY_RECIPE)
+    blocks = ("bf16", "fp16") if "fp16" in config else ("bf16",)
+    fixed = [(config, key, key, "auto", BY_RECIPE) for key in SHARED_KEYS]
+    fixed += [(config.get(block), "enabled", f"{block}.enabled", "auto", BY_RECIPE) for block in blocks]
+    key, lost = "grad_accum_dtype", "sums of bf16 gradients lose their small terms"
+    fixed.append((config.get("data_types"), key, f"data_types.{key}", "fp32", lost))
+    for values, key, dotted, wanted, why in fixed:
+        # A key that is left out would not do: DeepSpeed would take its own default.
+        given = values.get(key) if isinstance(values, dict) else None
+        if given != wanted:
+            shown = "is missing" if given is None else f"is {json.dumps(given)}"
+            yield dotted, f'{shown}; it must be "{wanted}": {why}'
     fp16 = config.get("fp16")
     if isinstance(fp16, dict) and fp16.get("loss_scale") == 1:
         what = "is 1, which scales nothing: small gradients vanish in fp16; write 0, which finds the scale"
         yield "fp16.loss_scale", what
-    lost = "sums of bf16 gradients lose their small terms"
-    key = "grad_accum_dtype"
-    yield from _must_be(config.get("data_types"), key, f"data_types.{key}", "fp32", lost)
-
-
-def _must_be(values: dict | None, key: str, dotted: str, wanted: str, why: str) -> Wrong:
-    given = values.get(key) if isinstance(values, dict) else None
-    if given != wanted:
-        shown = "is missing" if given is None else f"is {json.dumps(given)}"
-        yield dotted, f'{shown}; it must be "{wanted}": {why}'
 
 
 def _unsupported(config: dict) -> Wrong:

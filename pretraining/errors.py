@@ -83,8 +83,7 @@ class GaveUp(UserError):
 def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     """Turn a `UserError`, or a file that cannot be used, into one line on stderr and exit code 2; Ctrl-C into 130.
 
-    Every command runs inside it. It therefore also hides messages of the libraries that are of no use to a user.
-
+    Every command runs inside it: it also hides messages of the libraries that are of no use to a user.
     after_interrupt: what happens to the work that Ctrl-C ends.
     """
     if hasattr(sys.stdout, "reconfigure"):
@@ -172,7 +171,6 @@ def _leave(error: UserError) -> None:
 
 
 def cut(text: str, most: int) -> str:
-    """Leave the middle of a longer text out."""
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 

@@ -127,13 +127,9 @@ def read_extensions(
 ) -> tuple[Extension, ...]:
     """Read the source of a recipe's `extensions`.
 
-    Args:
-        folder: of the recipe, from which paths count.
-        refuse: is called with the extensions before anything finds them by name, and may raise.
-
-    Raises:
-        UserError: no such file or module, a syntax error in it, other source than the recipe's digest says, or two
-            of one name.
+    folder: of the recipe, from which paths count. refuse: is called with the extensions before anything finds them by
+    name, and may raise. Raises `UserError` for no such file or module, a syntax error in it, other source than the
+    recipe's digest says, or two of one name.
     """
     read: list[Extension] = []
     for number, entry in enumerate(entries):
@@ -167,7 +163,6 @@ def extensions_of_run(folder: Path) -> tuple[Extension, ...]:
 
 
 def is_path(module: str) -> bool:
-    """Return whether an entry of `extensions` is a path; else it is a dotted name."""
     return module.endswith(".py") or "/" in module
 
 
@@ -245,35 +240,41 @@ def load_extensions(extensions: Iterable[Extension]) -> None:
     `UserError` has the file and line of an exception in a module.
     """
     for extension in extensions:
-        _load(extension)
+        name = extension.import_name
+        # a notebook may have changed the file since it ran
+        if _run.get(name) == extension.digest:
+            continue
+        USER_CODE.add(str(extension.path.resolve()))
+        try:
+            module = _executed(extension) if extension.is_file else importlib.import_module(name)
+            _register_models(extension, module)
+        except (Exception, SystemExit) as error:
+            if fault := fault_in_user_code(error):
+                raise fault from error
+            what = f"cannot be imported ({type(error).__name__}: {error}); mend the extension"
+            raise UserError(f"{display_path(extension.path)}: {what}") from error
+        _run[name] = extension.digest
 
 
 def load_code_of_run(extensions: Iterable[Extension], kinds: Collection[str], trusted: bool) -> None:
     """Run those modules of a run that define one of these kinds, if that is wanted: the run may be a stranger's.
 
-    Raises:
-        UserError: there is such a file, it has not run in this process, and it is not trusted.
+    Raises `UserError` if there is such a file, it has not run in this process, and it is not trusted.
     """
     needed = [extension for extension in extensions if extension.defines.keys() & set(kinds)]
     for extension in needed:
+        # a model of the recipes here with this very source is as trusted as the program that asks
+        rooms = (REPOSITORY / "recipes" / room / "files" for room in ("modern", "published"))
+        ours = [path for room in rooms if (path := room / extension.path.name).is_file()]
         known = (
             trusted
             or _run.get(extension.import_name) == extension.digest
-            or _is_of_this_repository(extension)
+            or any(_read(str(path), path.parent, "", "").digest == extension.digest for path in ours)
         )
         if extension.is_file and not known:
             what = "is Python code of the run, which this would run; if you trust it, add --trust_extensions"
             raise UserError(f"{display_path(extension.path)}: {what}")
     load_extensions(needed)
-
-
-def _is_of_this_repository(extension: Extension) -> bool:
-    """Return whether a model of the recipes here has this very source: it is as trusted as the program that asks."""
-    places = (REPOSITORY / "recipes" / room / "files" for room in ("modern", "published"))
-    paths = (place / extension.path.name for place in places)
-    return any(
-        path.is_file() and _read(str(path), path.parent, "", "").digest == extension.digest for path in paths
-    )
 
 
 def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
@@ -312,30 +313,13 @@ def model_extension(model_type: str) -> Extension | None:
 
 
 def _thing(kind: str, name: str, extension: Extension) -> Any:
-    _load(extension)
+    load_extensions([extension])
     module = extension.import_name
     for (of, place, called), thing in _decorated.items():
         if (of, called) == (kind, name) and (place == module or place.startswith(f"{module}.")):
             return thing
     what = f"has not defined the {kind} {name!r}: decorate it with @extend.{kind} of `from pretraining import extend`"
     raise UserError(f"{display_path(extension.path)}: {what}")
-
-
-def _load(extension: Extension) -> None:
-    name = extension.import_name
-    # a notebook may have changed the file since it ran
-    if _run.get(name) == extension.digest:
-        return
-    USER_CODE.add(str(extension.path.resolve()))
-    try:
-        module = _executed(extension) if extension.is_file else importlib.import_module(name)
-        _register_models(extension, module)
-    except (Exception, SystemExit) as error:
-        if fault := fault_in_user_code(error):
-            raise fault from error
-        what = f"cannot be imported ({type(error).__name__}: {error}); mend the extension"
-        raise UserError(f"{display_path(extension.path)}: {what}") from error
-    _run[name] = extension.digest
 
 
 def _executed(extension: Extension) -> ModuleType:
@@ -382,7 +366,7 @@ def _register_models(extension: Extension, module: ModuleType) -> None:
         causal[-1].register_for_auto_class("AutoModelForCausalLM")
 
 
-def check_model_keys(model: dict, config_class: type, where: str = "model") -> None:
+def check_model_keys(model: dict, config_class: type) -> None:
     """Raise `UserError` for a key that a configuration class of a user's own does not have: it would take any."""
     try:
         known = {*vars(config_class()), *dir(config_class), *inspect.signature(config_class).parameters}
@@ -390,7 +374,7 @@ def check_model_keys(model: dict, config_class: type, where: str = "model") -> N
         known = {*inspect.signature(config_class).parameters}
     for key in model.keys() - {"model_type", "attn_implementation", "use_cache"}:
         if key not in known:
-            what = f"{where}.{key}: {config_class.__name__} has no such attribute{nearest(key, known)}"
+            what = f"model.{key}: {config_class.__name__} has no such attribute{nearest(key, known)}"
             raise UserError(what)
 
 

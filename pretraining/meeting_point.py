@@ -65,9 +65,8 @@ def open_command(words: list[str], patience: float = 2 * FORGET_SECONDS) -> list
     """Return a torchrun command as it is, or with an id that all nodes find alike if its rendezvous stays over.
 
     A store of the run itself ends with its torchruns, and a meeting point forgets what is over. That of another
-    program at this place does not, and turns the id away as long as it lives.
-
-    patience: seconds without a change after which what is over stays over; a meeting point takes half as long.
+    program at this place does not, and turns the id away as long as it lives. patience: seconds without a change after
+    which what is over stays over; a meeting point takes half as long.
     """
     from pretraining.upstream.torchrun import Meeting
 

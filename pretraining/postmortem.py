@@ -84,7 +84,6 @@ class Postmortem:
     then: list[str] = field(default_factory=list)
     """What the other ranks met, and which wrote nothing."""
     faults: list[str] = field(default_factory=list)
-    """Lines of the kernels' logs, with their meaning."""
     slow: list[str] = field(default_factory=list)
     checkpoint: str | None = None
     lost_steps: int | None = None
@@ -257,7 +256,15 @@ class Evidence:
                 since = max(1, int(event.get("step", 0)) - int(event["steps"]) + 1)
                 who = f"rank {event['rank']} on {event['host']}"
                 found.slow.append(f"{who} since step {since:,}: {times:.1f} x the median rank")
-        found.advice += self.advice(found.first)
+        # what to do about it, most important first
+        of_gpus = [(host, fault.meaning) for host, fault in self.faults if fault.process is None]
+        advice = [f"{host}: {meaning[1]}" for host, meaning in of_gpus if meaning]
+        first, what = found.first, found.first.what
+        fitting = [as_typed(remedy) for pattern, remedy in ADVICE.items() if re.search(pattern, what)]
+        if first.rank is not None and "killed from outside" in what:
+            look = f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power"
+            fitting.append(f"{look}; this command says more if it runs there")
+        found.advice += dict.fromkeys([*advice, *fitting[:1]])
 
     def first(self) -> First:
         """Find what failed first. An error that only reports that another rank is gone comes last."""
@@ -308,16 +315,6 @@ class Evidence:
                 host = self.hosts.get(rank)
                 found.append(First(fatal[1], display_path(path), rank, host, self.attempt.ended))
         return found
-
-    def advice(self, first: First) -> list[str]:
-        """Say what to do about it, most important first."""
-        of_gpus = [(host, fault.meaning) for host, fault in self.faults if fault.process is None]
-        advice = [f"{host}: {meaning[1]}" for host, meaning in of_gpus if meaning]
-        fitting = [as_typed(what) for pattern, what in ADVICE.items() if re.search(pattern, first.what)]
-        if first.rank is not None and "killed from outside" in first.what:
-            what = f"look at {first.host or 'its host'}: kernel log (memory), the scheduler, power"
-            fitting.append(f"{what}; this command says more if it runs there")
-        return list(dict.fromkeys([*advice, *fitting[:1]]))
 
 
 def _first_of(failure: Failure) -> First:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,9 +45,8 @@ def display_path(path: Path) -> str:
 def read_json(path: Path) -> dict:
     """Read the object in a JSON file.
 
-    Raises:
-        UserError: no such file, not UTF-8, a syntax error (with line and column), a key written twice,
-            NaN or Infinity, or something other than an object at the top.
+    Raises `UserError` for no such file, not UTF-8, a syntax error (with line and column), a key written twice, NaN or
+    Infinity, or something other than an object at the top.
     """
     where = display_path(path)
     try:
@@ -82,17 +82,14 @@ def load_json(text: str, where: str, **options: Any) -> Any:
     def refuse(constant: str) -> None:
         raise UserError(f"{where}: {constant} is not JSON; write a number or null")
 
-    def finite(number: str) -> float:
+    def finite(kind: type, number: str) -> Any:
         if math.isinf(float(number)):
             # cut: it may have thousands of digits
             raise UserError(f"{where}: {number[:40]} is too large for a number")
-        return float(number)
+        return kind(number)
 
-    def integer(number: str) -> int:
-        finite(number)
-        return int(number)
-
-    hooks = {"parse_constant": refuse, "parse_float": finite, "parse_int": integer}
+    numbers = {"parse_float": partial(finite, float), "parse_int": partial(finite, int)}
+    hooks = {"parse_constant": refuse, **numbers}
     try:
         return parse_json(text, **hooks, **options)
     except json.JSONDecodeError:
@@ -111,12 +108,8 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
     `"format": "float"` marks numbers that the library behind the key takes as floats only, and `"some_of"` lists keys
     of which one at least must hold something. No `min_x` may be greater than its `max_x`.
 
-    Args:
-        where: the file (or option) that messages name.
-        key: the dotted key of `value` inside it.
-
-    Raises:
-        UserError: the first thing that is wrong.
+    where: the file (or option) that messages name. key: the dotted key of `value` inside it. Raises `UserError` for the
+    first thing that is wrong.
     """
     # $ref points into the outermost schema, whatever the depth
     root = schema if root is None else root
@@ -284,17 +277,7 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
     if one_of and len(given) != 1:
         has = f"has {' and '.join(given)}" if given else "has none of them"
         raise problem(where, key, f"needs exactly one of {', '.join(one_of)}; it {has}")
-    _check_together(checked, schema, where, key)
-    for condition in schema.get("allOf", []):
-        if fits(checked, condition["if"], root):
-            checked = check(checked, condition["then"], where, key, root)
-    return checked
-
-
-def _check_together(value: dict, schema: dict, where: str, key: str) -> None:
-    """Raise `UserError` if none of the keys `some_of` holds anything, or a least value is above its greatest."""
-    properties = schema.get("properties", {})
-    full = {name: each["default"] for name, each in properties.items() if "default" in each} | value
+    full = {name: each["default"] for name, each in properties.items() if "default" in each} | checked
     some = schema.get("some_of", [])
     if some and all(full.get(name) in (None, [], "") for name in some):
         raise problem(where, key, f"needs at least one of {', '.join(some)}")
@@ -303,7 +286,11 @@ def _check_together(value: dict, schema: dict, where: str, key: str) -> None:
         most = full.get(other) if name.startswith("min_") else None
         if _is_type(least, "number") and _is_type(most, "number") and least > most:
             what = f"{name} is {least}, more than {other} {most}: nothing is left between them"
-            raise problem(where, _below(key, name if name in value else other), what)
+            raise problem(where, _below(key, name if name in checked else other), what)
+    for condition in schema.get("allOf", []):
+        if fits(checked, condition["if"], root):
+            checked = check(checked, condition["then"], where, key, root)
+    return checked
 
 
 def fits(value: Any, schema: dict, root: dict | None = None) -> bool:
@@ -430,7 +417,6 @@ class Difference(NamedTuple):
     """One value in which two files differ."""
 
     key: str
-    """Dotted key of the value itself."""
     there: Any
     here: Any
 

@@ -93,8 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
 def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list[Point]:
     """Make every combination of values a point, each checked as train.py checks it.
 
-    Raises:
-        UserError: a wrong text of --over, a key twice, a value twice, or a point that no run can be.
+    Raises `UserError` for a wrong text of --over, a key twice, a value twice, or a point that no run can be.
     """
     over = [_parsed(text) for text in options.over]
     keys = [key for key, _ in over]
@@ -167,9 +166,8 @@ def train_all(
 ) -> int:
     """Train the points in turn; returns the exit code. What fails is noted, and the next one starts.
 
-    A request to stop reaches the run that is being trained, which saves; no other is started then.
-
-    begin: is called before a point is trained. called: what its lines begin with.
+    A request to stop reaches the run that is being trained, which saves; no other is started then. begin: is called
+    before a point is trained. called: what its lines begin with.
     """
     for number, point in enumerate(points, 1):
         title = f"{called} {number}/{len(points)}: {point.folder.name}"
@@ -196,8 +194,7 @@ def train_all(
 def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: dict[str, str]) -> None:
     """Submit a job for every point that is neither finished nor queued; the ids go into `jobs` by folder name.
 
-    Raises:
-        UserError: sbatch is not there, or refuses.
+    Raises `UserError` if sbatch is not there, or refuses.
     """
     for point in points:
         name = point.folder.name

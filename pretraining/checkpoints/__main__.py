@@ -1,8 +1,6 @@
 """What one does with the checkpoints of a run: look, verify, branch a decay off, reshard, export, push, make room."""
 
 import argparse
-import json
-import math
 import shlex
 import shutil
 import sys
@@ -16,25 +14,31 @@ from pretraining.checkpoints.folders import (
     DAMAGED,
     OTHER_VERSION,
     UNCOMMITTED,
-    WEIGHTS_ONLY,
     DiskPlace,
     Place,
     Retention,
     catalogue,
-    committed_checkpoints,
-    damage,
     entry_of,
     health,
     remove_checkpoint,
     step_in,
-    step_in_name,
     step_of,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing
-from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.merge import (
+    Merge,
+    add_run,
+    add_step,
+    chosen_checkpoints,
+    chosen_in_store,
+    refuse_existing,
+    run_of,
+    store_of,
+    whole_checkpoint,
+    write_export,
+)
 from pretraining.checkpoints.upload import Push
 from pretraining.command_line import (
-    add_data_source,
     add_trust,
     answer_one,
     not_negative_integer,
@@ -48,10 +52,8 @@ from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.planning.quantities import duration, num_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
-from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.lock import lock_idle_run
-from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.table import Column, write_table
 from pretraining.schema import check
@@ -96,15 +98,15 @@ class List:
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_run(parser, or_address=True)
+        add_run(parser, or_address=True)
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"run", "checkpoints": entries of the catalogue}."""
         if is_remote(options.run):
-            store, names = _store_of(options.run)
+            store, names = store_of(options.run)
             entries = [entry_of(name, step_in(name), health(store, name)) for name in names]
         else:
-            entries = catalogue(_run_of(options.run))
+            entries = catalogue(run_of(options.run))
         return {"run": str(options.run), "checkpoints": entries}
 
     def as_text(self, answer: dict) -> str:
@@ -127,8 +129,8 @@ class Verify:
   python -m pretraining.checkpoints verify /mnt/copies/checkpoint-700 --json"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_run(parser, or_checkpoint=True, or_address=True)
-        _add_step(parser, "default: every committed one")
+        add_run(parser, or_checkpoint=True, or_address=True)
+        add_step(parser, "default: every committed one")
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"checkpoints": [{"checkpoint", "whole", "bytes", "seconds", "files"}]}.
@@ -136,9 +138,9 @@ class Verify:
         files: {name: what is wrong, or None}.
         """
         if is_remote(options.run):
-            place, names = _chosen_in_store(options.run, options.step)
+            place, names = chosen_in_store(options.run, options.step)
             return {"checkpoints": [self._verified(place, name) for name in names]}
-        chosen = _chosen_checkpoints(options.run, options.step)
+        chosen = chosen_checkpoints(options.run, options.step)
         # A node without a shared disk holds the files of its own ranks.
         of_run = chosen[0] != options.run
         is_part = of_run and RunFolder(options.run).holds_parts()
@@ -200,8 +202,8 @@ class Export:
   python -m pretraining.checkpoints export /mnt/copies/checkpoint-700 --model runs/tiny/model --to out/tiny-700"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_run(parser, or_checkpoint=True)
-        _add_step(parser, "default: the newest")
+        add_run(parser, or_checkpoint=True)
+        add_step(parser, "default: the newest")
         add = parser.add_argument
         add("--to", type=Path, metavar="DIR", help="a new folder (default: RUN/export-<step>)")
         what = "the average that the run keeps of its weights (optimizer.average_decay), not the weights"
@@ -212,134 +214,17 @@ class Export:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"checkpoint", "step", "export", "bytes"}."""
-        checkpoint = _whole_checkpoint(options.run, options.step, "--step")
+        checkpoint = whole_checkpoint(options.run, options.step, "--step")
         run, step = RunFolder(checkpoint.parent), step_of(checkpoint)
         folder = options.to or run.path / f"export-{step}"
-        _refuse_existing(folder, "--to")
-        # Before transformers is imported: it makes that import faster.
-        prepare_imports()
-        from transformers.utils import logging
-
-        from pretraining.checkpoints.export import export_checkpoint
-
-        logging.disable_progress_bar()
+        refuse_existing(folder, "--to")
         description, trust = options.model or run.model, options.trust_extensions
-        export_checkpoint(checkpoint, description, folder, trust, exponential=options.average)
+        write_export(checkpoint, description, folder, trust, exponential=options.average)
         size = sum(path.stat().st_size for path in folder.iterdir())
         return {"checkpoint": str(checkpoint), "step": step, "export": str(folder), "bytes": size}
 
     def as_text(self, answer: dict) -> str:
         return f"{answer['export']}: the model after {answer['step']:,} steps, {num_bytes(answer['bytes'])}"
-
-
-class Merge:
-    """Average the weights of several checkpoints of a run: one model, often as good as a decay of the rate.
-
-    Parts are committed checkpoints and `weights-<step>/`, which retention leaves; the newest must be a checkpoint.
-    Model merging in pretraining: Li et al. 2025 (arXiv 2505.12082), and LAWA, Kaddour 2022 (arXiv 2209.14981).
-    """
-
-    EXAMPLES = """  python -m pretraining.checkpoints merge runs/qk-norm --last 8
-  python -m pretraining.checkpoints merge runs/qk-norm --steps 6000,7000,8000 --weights 1,2,3 --validate"""
-    COLUMNS = (
-        Column("part", "part"),
-        Column("step", "step", ","),
-        Column("share", "share", ".4f"),
-        Column("validation", "loss", ".4f"),
-    )
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_run(parser)
-        add, which = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-        which.add_argument("--last", type=positive_integer, metavar="N", help="the newest N")
-        which.add_argument("--steps", metavar="A,B,...", help="those of these steps")
-        what = "how much each counts, from the oldest to the newest (default: alike)"
-        add("--weights", metavar="W,W,...", help=what)
-        add("--to", type=Path, metavar="DIR", help="a new folder (default: RUN/merged-<first>-<last>)")
-        add("--validate", action="store_true", help="measure the result on the run's validation set")
-        add_data_source(parser)
-        add_trust(parser)
-
-    def answer(self, options: argparse.Namespace) -> dict:
-        """Return {"export", "loss": of the result or None, "parts": [{"part", "step", "share", "loss"}]}."""
-        run, parts = _run_of(options.run), self._parts(options)
-        shares = self._shares(options.weights, len(parts))
-        folders = [run.path / each["folder"] for each in parts]
-        for each, part in zip(parts, folders, strict=True):
-            if each["state"] == COMMITTED and (reason := damage(part)):
-                raise UserError(f"{part}: the checkpoint is damaged: {reason}; name others with --steps")
-        folder = options.to or run.path / f"merged-{parts[0]['step']}-{parts[-1]['step']}"
-        _refuse_existing(folder, "--to")
-        prepare_imports()
-        from transformers.utils import logging
-
-        from pretraining.checkpoints.export import export_checkpoint
-
-        logging.disable_progress_bar()
-        by_part = dict(zip(folders, shares, strict=True))
-        export_checkpoint(folders[-1], run.model, folder, options.trust_extensions, by_part)
-        rows = [
-            {"part": each["folder"], "step": each["step"], "share": part_share, "loss": each["eval_loss"]}
-            for each, part_share in zip(parts, shares, strict=True)
-        ]
-        loss = self._measured(folder, options) if options.validate else None
-        return {"export": str(folder), "loss": loss, "parts": rows}
-
-    def _parts(self, options: argparse.Namespace) -> list[dict]:
-        """Return the entries of the catalogue that are averaged, the oldest first."""
-        # of a step that has both, the checkpoint comes first in the catalogue, and counts
-        entries = reversed(catalogue(_run_of(options.run)))
-        there = {each["step"]: each for each in entries if each["state"] in (COMMITTED, WEIGHTS_ONLY)}
-        newest_first, known = sorted(there, reverse=True), ", ".join(map(str, sorted(there))) or "none"
-        if options.steps:
-            words = options.steps.split(",")
-            wanted = {int(word) for word in words if word.strip().isdecimal()}
-            if len(wanted) < len(words) or not wanted <= there.keys():
-                what = "is not a list of different steps that are there"
-                raise UserError(f"--steps {options.steps}: {what}; there are {known}")
-        else:
-            wanted = set(newest_first[: options.last])
-            if len(wanted) < options.last:
-                raise UserError(f"--last {options.last}: {options.run} has {len(wanted)}: {known}")
-        parts = [there[step] for step in sorted(wanted)]
-        if len(parts) < 2:
-            raise UserError("one checkpoint is no average; `export` writes its weights")
-        if parts[-1]["state"] != COMMITTED:
-            newest = options.run / parts[-1]["folder"]
-            raise UserError(f"{newest}: the newest part must be a checkpoint, which names recipe and data")
-        return parts
-
-    def _shares(self, weights: str | None, number: int) -> list[float]:
-        if weights is None:
-            return [1 / number] * number
-        try:
-            numbers = [not_negative_number(word) for word in weights.split(",")]
-        except argparse.ArgumentTypeError as error:
-            raise UserError(f"--weights {weights}: {error}") from error
-        if len(numbers) != number or not 0 < sum(numbers) < math.inf:
-            raise UserError(f"--weights {weights}: needs {number} numbers, one a part, not all 0")
-        return [each / sum(numbers) for each in numbers]
-
-    def _measured(self, folder: Path, options: argparse.Namespace) -> float:
-        """Return the loss on the run's validation set, measured by the command that measures an export."""
-        command = [sys.executable, "-m", "pretraining.evaluation", str(folder), "--json", "--no-sample"]
-        for name in ("data_dir", "data_cache", "data_cache_gb"):
-            if (value := getattr(options, name)) is not None:
-                command += [f"--{name}", str(value)]
-        command += ["--trust_extensions"] if options.trust_extensions else []
-        try:
-            # its warnings are not shown: if it fails, its error is
-            said = call(command, captured=True, show=lambda line: None)
-        except CommandEnded as error:
-            raise UserError(f"{folder}: is written, and could not be measured: {error.reason}") from error
-        return json.loads(said.splitlines()[-1])["loss"]
-
-    def as_text(self, answer: dict) -> str:
-        merged = {"part": Path(answer["export"]).name, "step": answer["parts"][-1]["step"], "share": 1.0}
-        rows = [*answer["parts"], {**merged, "loss": answer["loss"]}]
-        measure = f"measure it: python -m pretraining.evaluation {answer['export']}"
-        table = write_table(self.COLUMNS, rows)
-        return table if answer["loss"] is not None else f"{table}\n{measure}"
 
 
 class Branch:
@@ -358,7 +243,7 @@ class Branch:
     SHAPES = ("linear", "cosine", "1-sqrt")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_run(parser, or_checkpoint=True)
+        add_run(parser, or_checkpoint=True)
         add, of_rate = parser.add_argument, "of the stable rate (0)"
         add("--at", type=not_negative_integer, metavar="STEP", help="default: the newest")
         add("--steps", type=positive_integer, required=True, metavar="N", help="how many more")
@@ -378,11 +263,11 @@ class Branch:
         if options.min_lr_ratio > 1:
             raise UserError(f"--min_lr_ratio {options.min_lr_ratio:g}: the rate is to fall; give 1 at most")
         # Every byte is verified before anything is written.
-        checkpoint = _whole_checkpoint(options.run, options.at, "--at")
+        checkpoint = whole_checkpoint(options.run, options.at, "--at")
         step, run = step_of(checkpoint), checkpoint.absolute().parent
         name = f"{run.name}-{options.decay or 'stage'}-{step}-{step + options.steps}"
         output = options.output or checkpoint.parent.with_name(name)
-        _refuse_existing(output, "--output")
+        refuse_existing(output, "--output")
         # --set comes after the file, so that it has the last word.
         settings, deepspeed = read_stage(options.stage) if options.stage else ((), None)
         lowered = options.steps, options.decay, options.min_lr_ratio
@@ -412,7 +297,7 @@ class Prune:
     COLUMNS = (Column("folder", "folder"), Column("state", "state"), Column("size", "bytes", num_bytes))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_run(parser)
+        add_run(parser)
         add, rule = parser.add_argument, "default: the recipe's"
         add("--keep_last", type=positive_integer, metavar="N", help=f"the newest N ({rule})")
         add("--keep_best", type=not_negative_integer, metavar="K", help=f"the K best ({rule})")
@@ -426,7 +311,7 @@ class Prune:
 
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"removed": whether, "freed_bytes", "kept", "checkpoints": entries of the catalogue that go}."""
-        run = _run_of(options.run)
+        run = run_of(options.run)
         if not options.yes:
             return self._plan(run, options)
         with lock_idle_run(run.path):  # before the plan: a run that began now would save meanwhile
@@ -470,7 +355,7 @@ class Prune:
         # From markers and sizes: a plan reads no byte of the weights.
         entries = catalogue(run)
         committed = [each for each in entries if each["state"] == COMMITTED]
-        kept = Retention.of(section, None, metric).kept_steps(
+        kept = Retention(section, metric=metric).kept_steps(
             (each["step"], marker_or_nothing(run.path / each["folder"])) for each in committed
         )
         # Checkpoints of another version are kept: that version may still continue from them.
@@ -506,8 +391,8 @@ class Reshard:
   python -m pretraining.checkpoints reshard runs/tiny --step 700 --files 8 --to out/checkpoint-700"""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_run(parser, or_checkpoint=True)
-        _add_step(parser, "default: the newest")
+        add_run(parser, or_checkpoint=True)
+        add_step(parser, "default: the newest")
         parser.add_argument("--files", type=not_negative_integer, required=True, metavar="N", help="how many")
         parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
 
@@ -515,8 +400,8 @@ class Reshard:
         """Return {"checkpoint", "step", "to", "files", "bytes"}."""
         if options.files < 1:
             raise UserError("--files 0: a checkpoint needs one file at least")
-        checkpoint = _whole_checkpoint(options.run, options.step, "--step")
-        _refuse_existing(options.to, "--to")
+        checkpoint = whole_checkpoint(options.run, options.step, "--step")
+        refuse_existing(options.to, "--to")
         from pretraining.checkpoints.export import reshard
 
         reshard(checkpoint, options.to, options.files)
@@ -531,80 +416,6 @@ class Reshard:
 
 _ALL = (Branch, Export, List, Merge, Prune, Push, Reshard, Verify)
 VERBS = {verb.__name__.lower(): verb() for verb in _ALL}
-
-
-def _add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False, or_address: bool = False) -> None:
-    what = "a run folder, or one checkpoint in it" if or_checkpoint else "a run folder"
-    what += "; also its address in a store" if or_address else ""
-    kind = (lambda text: text if is_remote(text) else Path(text)) if or_address else Path
-    parser.add_argument("run", type=kind, metavar="RUN", help=what)
-
-
-def _add_step(parser: argparse.ArgumentParser, which: str) -> None:
-    parser.add_argument("--step", type=not_negative_integer, metavar="N", help=f"that checkpoint ({which})")
-
-
-def _run_of(folder: Path) -> RunFolder:
-    """Return the run in a folder; `UserError` if there is none."""
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name a run folder, as runs/tiny")
-    run = RunFolder(folder)
-    if not run.recipe.exists() and not any(folder.glob("checkpoint-*")):
-        raise UserError(f"{folder}: no run folder (no recipe.json, no checkpoint-*)")
-    return run
-
-
-def _chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
-    """Return the committed checkpoints meant, newest first: one by its path or `step`, else all of the run."""
-    # The path of one checkpoint: it may be a copy outside of any run, so that no run is looked for.
-    if (folder / MARKER).exists():
-        return [folder]
-    committed = committed_checkpoints(_run_of(folder))
-    found = committed if step is None else [each for each in committed if step_in_name(each) == step]
-    if not found:
-        there = ", ".join(str(step_in_name(each)) for each in reversed(committed))
-        which = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
-        raise UserError(f"{folder}: {which}" + (f"; there are those of {there}" if there else ""))
-    return found
-
-
-def _store_of(address: str) -> tuple[RemoteRun, list[str]]:
-    """Return the place of a run in a store and the checkpoints there; `UserError` if there is none."""
-    remote = RemoteRun(address).at_first_contact()
-    if not (names := remote.checkpoints()):
-        raise UserError(
-            f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
-        )
-    return remote, names
-
-
-def _chosen_in_store(address: str, step: int | None) -> tuple[RemoteRun, list[str]]:
-    """Do the same for an address in a store; returns the place and the names."""
-    remote, name = RemoteRun.of_checkpoint(address)
-    if step_in(name) >= 0:
-        address, step = remote.address, step_in(name)
-    store, names = _store_of(address)
-    names = [each for each in names if step in (None, step_in(each)) and MARKER in (store.sizes(each) or {})]
-    if not names:
-        which = "no committed checkpoint" + ("" if step is None else f" of step {step}")
-        raise UserError(f"{address}: {which}; `list {address}` shows what is there")
-    return store, names
-
-
-def _whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
-    """Return the newest of the chosen checkpoints, with every byte verified.
-
-    option: the name of the option with which a user chooses another one, for the message.
-    """
-    checkpoint = _chosen_checkpoints(folder, step)[0]
-    if reason := damage(checkpoint):
-        raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with {option}")
-    return checkpoint
-
-
-def _refuse_existing(folder: Path, option: str) -> None:
-    if folder.exists():
-        raise UserError(f"{folder}: is there already; remove it, or choose another with {option}")
 
 
 if __name__ == "__main__":

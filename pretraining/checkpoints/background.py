@@ -350,7 +350,6 @@ class RankSave:
 
     folder: Path
     name: str
-    """The name of the save, for the receipts."""
     files: dict[str, bytes]
     receipt: dict
     marker: dict

@@ -46,12 +46,10 @@ class StageChanges(NamedTuple):
 def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
     """Make `output` a run that continues from `checkpoint` for one stage; returns its recipe.
 
-    The caller has verified the checkpoint. Its files are linked, or copied if the disk has no links, and its run is
-    only read. The new recipe is that of the checkpoint with another name, schedule and budget, and with the settings of
-    the stage, whose changes count as accepted. `output` appears complete or not at all.
-
-    Raises `UserError` if the rate is not stable at that step, the step's size still rises, a setting is wrong, or the
-    checkpoint could not be loaded with it.
+    The caller has verified the checkpoint. Its files are linked, or copied if the disk has no links. The new recipe is
+    that of the checkpoint with another name, schedule and budget, and with the settings of the stage, whose changes
+    count as accepted. `output` appears complete or not at all. Raises `UserError` if the rate is not stable at that
+    step, the step's size still rises, a setting is wrong, or the checkpoint could not be loaded with it.
     """
     marker, folder = read_marker(checkpoint), output.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,9 +93,8 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
 def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
     """Read a file of sections and keys that a stage changes (recipes/stages/), as `StageChanges` has them.
 
-    A `base` in it makes the file a recipe too, which can be planned, and trained by itself.
-
-    Raises `UserError` if it is no JSON object of a recipe's sections.
+    A `base` in it makes the file a recipe too, which can be planned, and trained by itself. Raises `UserError` if it is
+    no JSON object of a recipe's sections.
     """
     where, settings, found = display_path(path), [], read_json(path)
     sections = recipe_schema()["properties"]
@@ -121,9 +118,25 @@ def _staged_recipe(
 ) -> dict:
     """Return the recipe of the `stage.steps` steps after a checkpoint of recipe `earlier`.
 
-    changed: `earlier` with the stage's settings.
+    changed: `earlier` with the stage's settings. Raises `UserError` for settings that the stage determines, or with
+    which the checkpoint cannot be loaded.
     """
-    _refuse_settings(earlier, changed, stage, checkpoint)
+    for section, keys in DECIDED.items():
+        for key in keys:
+            if getattr(getattr(changed, section), key) != getattr(getattr(earlier, section), key):
+                raise UserError(f"{section}.{key}: follows from --steps and --decay; leave it out")
+    optimizers = [(each.training.optim, each.optimizer.name) for each in (earlier, changed)]
+    if optimizers[0] != optimizers[1]:
+        raise UserError(
+            f"{checkpoint} holds the states of another optimizer; leave training.optim and optimizer.name"
+        )
+    if parameter_tensors(earlier.model) != parameter_tensors(changed.model):
+        held, wanted = (model_size(each.model).total for each in (earlier, changed))
+        what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
+        raise UserError(f"{checkpoint} {what}; leave out what changes them")
+    if stage.decay and changed.training.optim in SCHEDULE_FREE:
+        what = "a schedule-free run needs none: every checkpoint of it is exported averaged"
+        raise UserError(f"--decay: {what}")
     start = Start.at(checkpoint)
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
@@ -151,29 +164,18 @@ def _staged_recipe(
     values["budget"]["tokens"] = -(-tokens // sizes.full) * sizes.full  # whole steps, rounded up
     # A mixture that the stage sets itself has its own stages.
     if changed.data.mixture == earlier.data.mixture and earlier.data.mixture and earlier.data.mixture.stages:
-        values["data"]["mixture"]["stages"] = _stages_until(tokens, earlier)
+        stages = values["data"]["mixture"]["stages"] = []
+        for each in earlier.data.mixture.stages:
+            until = each.until
+            # A fraction is a share of the earlier run: in tokens it keeps its place when the budget changes.
+            if until is not None and until < 1:
+                length = earlier.sequence_length
+                until = block_of(until, earlier.num_samples, length) * length
+            if until is None or until >= tokens:  # the run ends in this one
+                stages.append({key: value for key, value in each.to_dict().items() if key != "until"})
+                break
+            stages.append({**each.to_dict(), "until": until})
     return values
-
-
-def _refuse_settings(earlier: Recipe, changed: Recipe, stage: StageChanges, checkpoint: Path) -> None:
-    """Raise `UserError` for settings that the stage determines, or with which the checkpoint cannot be loaded."""
-    for section, keys in DECIDED.items():
-        for key in keys:
-            if getattr(getattr(changed, section), key) != getattr(getattr(earlier, section), key):
-                raise UserError(f"{section}.{key}: follows from --steps and --decay; leave it out")
-    optimizers = [(each.training.optim, each.optimizer.name) for each in (earlier, changed)]
-    if optimizers[0] != optimizers[1]:
-        raise UserError(
-            f"{checkpoint} holds the states of another optimizer; leave training.optim and optimizer.name"
-        )
-    if parameter_tensors(earlier.model) != parameter_tensors(changed.model):
-        held, wanted = (model_size(each.model).total for each in (earlier, changed))
-        what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
-        raise UserError(f"{checkpoint} {what}; leave out what changes them")
-    if stage.decay and changed.training.optim in SCHEDULE_FREE:
-        raise UserError(
-            "--decay: a schedule-free run needs none: every checkpoint of it is exported averaged"
-        )
 
 
 def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
@@ -198,17 +200,3 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
             span = f"from {warmup * unit:,} to {round(end * unit):,} tokens, and this is at {start.tokens:,}"
         raise UserError(f"{checkpoint}: the rate is stable {span}; choose --at there")
     return warmup
-
-
-def _stages_until(tokens: int, recipe: Recipe) -> list[dict]:
-    """Return the mixture's stages at their places in a run of `tokens`; the last one is that in which the run ends."""
-    stages, length = [], recipe.sequence_length
-    for stage in recipe.data.mixture.stages:
-        until = stage.until
-        # A fraction is a share of the earlier run: in tokens it keeps its place when the budget changes.
-        if until is not None and until < 1:
-            until = block_of(until, recipe.num_samples, length) * length
-        if until is None or until >= tokens:
-            return [*stages, {key: value for key, value in stage.to_dict().items() if key != "until"}]
-        stages.append({**stage.to_dict(), "until": until})
-    return stages

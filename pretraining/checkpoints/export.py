@@ -79,8 +79,7 @@ def export_checkpoint(
     shares: checkpoints, or folders of weights, of the same model that are averaged, this one among them, with the share
     of each. exponential: write the average that the optimizer keeps (`optimizer.average_decay`).
 
-    Raises:
-        UserError: an earlier one is of another model, or no average is kept.
+    Raises `UserError` if an earlier one is of another model, or no average is kept.
     """
     marker = read_marker(checkpoint)
     if not (description / "config.json").exists():
@@ -305,10 +304,6 @@ Recipe:
 """
 
 
-_OWN_KEYS = ("format", "checksum", "files", "ranks")
-"""Keys of a marker that describe its own files and not the run."""
-
-
 def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
     """Write `folder`, whole and verified, as a checkpoint of `num_files` equal files to `target_folder`.
 
@@ -328,7 +323,8 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
         files = {name: _write_share(reader, target_folder / name, index, num_files)}
         files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
         write_receipt(target_folder, index, num_files, files, **kept)
-    content = {key: value for key, value in marker.items() if key not in _OWN_KEYS}
+    own = ("format", "checksum", "files", "ranks")  # they describe the marker's files and not the run
+    content = {key: value for key, value in marker.items() if key not in own}
     commit_checkpoint(target_folder, {**content, "ranks": num_files})
 
 

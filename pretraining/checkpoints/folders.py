@@ -226,13 +226,12 @@ def step_fault(name: str, marker: dict) -> str | None:
     return None if step_in(name) == marker.get("step") else f"{MARKER} is that of step {marker.get('step')}"
 
 
-def damage(folder: Path, of_run: bool = False) -> str | None:
+def damage(folder: Path) -> str | None:
     """Return what is wrong with a committed checkpoint (a missing, cut or changed file); None if it is whole.
 
-    Compares every byte with the marker; loads nothing. of_run: as in `health`.
-    Raises `UserError` if another version of this repository wrote it.
+    Compares every byte with the marker. Raises `UserError` if another version of this repository wrote it.
     """
-    found = health(DiskPlace(folder.parent), folder.name, of_run)
+    found = health(DiskPlace(folder.parent), folder.name, of_run=False)
     if found.word == OTHER_VERSION:
         raise UserError(found.reason)
     if found.word == UNCOMMITTED:
@@ -311,41 +310,26 @@ class Retention:
     returns whether the checkpoint may be removed now. Without it, nothing of a removed checkpoint is kept.
     """
 
-    keep_last: int | None
-    """None keeps all."""
-    keep_best: int = 0
-    """How many of the checkpoints with the best validation are kept."""
-    keep_every: int | None = None
-    """Checkpoints whose step is a multiple of it are kept for ever."""
+    section: Checkpoints
     demote: Callable[[RunFolder, Path, Path], bool] | None = None
     metric: str = "loss"
-    """The validation metric by which the best are ranked."""
-
-    @classmethod
-    def of(
-        cls, section: Checkpoints, demote: Callable[[RunFolder, Path, Path], bool] | None, metric: str
-    ) -> "Retention":
-        """Return the rule of a `checkpoints` section; `demote` counts only if `demote_to_weights` is on.
-
-        metric: the recipe's `evaluation.metric`.
-        """
-        rule = section.keep_last, section.keep_best, section.keep_every
-        return cls(*rule, demote=demote if section.demote_to_weights else None, metric=metric)
+    """The recipe's `evaluation.metric`, by which the best are ranked."""
 
     def kept_steps(self, committed: Iterable[tuple[int, Mapping]]) -> set[int]:
         """Return the steps whose checkpoints are kept. committed: step and marker ({} if unreadable) of each."""
         # the validation after exactly that step; None without one
         measured = {step: marker.get("metrics", {}).get(f"eval_{self.metric}") for step, marker in committed}
         newest = sorted(measured, reverse=True)
-        if self.keep_last is None:
+        rule = self.section
+        if rule.keep_last is None:
             return set(newest)
         # Leaves out NaN, which is not equal to itself, so that it never ranks as best.
         ranked = [step for step in newest if measured[step] is not None and measured[step] == measured[step]]
         sign = 1 if lower_is_better(self.metric) else -1
         # The sort is stable: of equally good checkpoints the newer ones come first.
-        best = sorted(ranked, key=lambda step: sign * measured[step])[: self.keep_best]
-        every = [step for step in newest if self.keep_every and step % self.keep_every == 0]
-        return {*newest[: self.keep_last], *best, *every}
+        best = sorted(ranked, key=lambda step: sign * measured[step])[: rule.keep_best]
+        every = [step for step in newest if rule.keep_every and step % rule.keep_every == 0]
+        return {*newest[: rule.keep_last], *best, *every}
 
     def apply(self, run: RunFolder) -> list[Path]:
         """Remove what the rule does not keep, after a commit; returns the checkpoints that the rule does not keep."""

@@ -106,7 +106,6 @@ def write_bytes(path: Path, content: bytes) -> dict:
 
 
 def digest_entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
-    """Return the `file_entry` of bytes that were digested on their way."""
     return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
 
 
@@ -146,9 +145,7 @@ def parse_receipt(raw: bytes, where: Path | str) -> dict:
 def commit_checkpoint(folder: Path, content: dict) -> None:
     """Write the marker of a checkpoint once all its `content["ranks"]` ranks have written their receipts.
 
-    The marker's files are those of the receipts, and the receipts themselves.
-
-    Raises `FileNotFoundError` if a receipt is missing.
+    Its files are those of the receipts, and the receipts themselves. Raises `FileNotFoundError` if one is missing.
     """
     files, receipts, ranks = {}, {}, content["ranks"]
     for rank in range(ranks):
@@ -258,7 +255,6 @@ class Start:
     changes: tuple[dict, ...] = ()
     """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
     journal: Journal = NOTHING_HEALED
-    """The rollbacks in force."""
     starts_over: bool = False
     """`--resume never`: what an earlier run left in the folder is set aside."""
     fetch: Callable[[str], object] | None = None
@@ -301,7 +297,6 @@ class Identity:
     """What every marker of one start says, at any step."""
 
     recipe: Recipe
-    """The resolved `Recipe`."""
     manifest: dict
     """That of the prepared data."""
     layout: dict

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from pretraining.checkpoints.format import MARKER
@@ -64,7 +63,19 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
 
         run.at_beginning.append(name_node)
     of_others = run.disks.is_first or rank == 0
-    files, closed = LiveFiles(run, remote, partial(_files_to_send, run, rank, of_others)), threading.Event()
+
+    def files_to_send() -> dict[str, Path]:
+        files = {name: run.path / name for name in LIVE_FILES} if rank == 0 else {}
+        if (node := _node(run).get("name")) is None:
+            return files
+        # of this disk, also what its other ranks write
+        folders = [run.path / name for name in NODE_FOLDERS] if of_others else []
+        paths = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+        own = (run.node, run.node_events, *paths, run.failures(rank), run.rank_log(rank))
+        place = f"{NODES}/{node}"
+        return files | {f"{place}/{p.relative_to(run.path).as_posix()}": p for p in own if p.is_file()}
+
+    files, closed = LiveFiles(run, remote, files_to_send), threading.Event()
 
     def send_again_and_again(pause: float = _LIVE_SECONDS) -> None:
         while not closed.wait(pause):
@@ -103,19 +114,6 @@ def _node(run: RunFolder) -> dict:
         return {}
 
 
-def _files_to_send(run: RunFolder, rank: int, of_others: bool) -> dict[str, Path]:
-    """Return {name in the store: file}. of_others: also what the other ranks of this disk write."""
-    files = {name: run.path / name for name in LIVE_FILES} if rank == 0 else {}
-    if (node := _node(run).get("name")) is None:
-        return files
-    folders = [run.path / name for name in NODE_FOLDERS] if of_others else []
-    paths = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
-    own = [run.node, run.node_events, *paths, run.failures(rank), run.rank_log(rank)]
-    return files | {
-        f"{NODES}/{node}/{path.relative_to(run.path).as_posix()}": path for path in own if path.is_file()
-    }
-
-
 class LiveFiles:
     """Sends the files that have changed since they were sent; what a store does not take is sent the next time."""
 
@@ -130,29 +128,28 @@ class LiveFiles:
             if not self.run.has_begun:
                 return
             for name, path in self.files_to_send().items():
-                most_bytes = log_bytes if path.suffix == ".log" else None
+                is_log = path.suffix == ".log"
                 if (state := file_state(path)) is None:
                     continue
-                size = state[1] if most_bytes is None else min(state[1], most_bytes)
-                state = (*state, path.stat().st_mtime_ns, size)  # a heartbeat keeps its size
+                # a heartbeat keeps its size
+                state = (*state, path.stat().st_mtime_ns, min(state[1], log_bytes) if is_log else None)
                 if state == self._sent.get(name):
                     continue
                 try:
-                    content = path.read_bytes() if most_bytes is None else cut_log(path, most_bytes)
-                    self.remote.write_bytes(name, content)
+                    self.remote.write_bytes(name, cut_log(path, log_bytes) if is_log else path.read_bytes())
                 except (UserError, OSError):  # an upload that fails is an event; the copy of a log is none
                     return
                 self._sent[name] = state
 
 
-def fetch_records(address: str, folder: Path) -> RunFolder:
+def fetch_records(address: str, place: Path) -> RunFolder:
     """Bring what all nodes of a run have sent into a new folder, as if they had shared a disk.
 
     Of the checkpoints comes the marker of the newest alone. Raises `UserError` if there is no run at the address, or
     the store cannot be used.
     """
     remote = RemoteRun(address, patience=Patience(_LAST_SECONDS))
-    run = RunFolder(folder / remote.address.rpartition("/")[2])
+    run = RunFolder(place / remote.address.rpartition("/")[2])
     run.path.mkdir(parents=True)
     for file in LIVE_FILES:
         if (content := remote.read_if_there(file)) is not None:
@@ -161,7 +158,31 @@ def fetch_records(address: str, folder: Path) -> RunFolder:
         raise UserError(
             f"{address}: no run there ({run.events.name} is missing); s3://bucket/runs/30b is one's address"
         )
-    _bring_together(remote, run)
+    # the records of all nodes, in the order of their starts
+    nodes = []
+    for node in remote.sizes(NODES) or {}:
+        folder = f"{NODES}/{node}"
+        names = [name for name in remote.sizes(folder) or {} if name not in NODE_FOLDERS]
+        names += [
+            f"{each}/{name}" for each in NODE_FOLDERS for name in remote.sizes(f"{folder}/{each}") or {}
+        ]
+        found = ((name, remote.read_if_there(f"{folder}/{name}")) for name in names)
+        read = {name: content for name, content in found if content is not None}
+        began = ""  # when the newest start of the run began there
+        with suppress(KeyError, ValueError, UserError):
+            began = check(parse_json(read.pop("node.json")), _NODE, "node.json")["began"]
+        nodes.append((began, read))
+    parts: dict[str, list[bytes]] = {}
+    for _, read in sorted(nodes, key=lambda each: each[0]):
+        for name, content in read.items():
+            # A rank that has moved to another node has lines on both; its newest heartbeat counts.
+            before = [] if name.startswith("heartbeats/") else parts.get(name, [])
+            parts[name] = [*before, content]
+    for name, contents in parts.items():
+        path = run.path / name
+        path.parent.mkdir(exist_ok=True)
+        # A log and the rows of failures begin with their time.
+        path.write_bytes(b"".join(sorted(contents)))
     if (newest := newest_stored(remote, -1)) is not None:
         name, marker, _ = newest
         (run.path / name).mkdir()
@@ -194,34 +215,3 @@ def records_of(run: str) -> Iterator[tuple[Path, str]]:
             print(f"{error}: what follows is from this node alone", file=sys.stderr)
             found, shown = Path(run), run
         yield found, shown
-
-
-def _bring_together(remote: RemoteRun, run: RunFolder) -> None:
-    """Write the records of all nodes, in the order of their starts, into one run folder."""
-    nodes = []
-    for node in remote.sizes(NODES) or {}:
-        folder = f"{NODES}/{node}"
-        names = [name for name in remote.sizes(folder) or {} if name not in NODE_FOLDERS]
-        names += [
-            f"{each}/{name}" for each in NODE_FOLDERS for name in remote.sizes(f"{folder}/{each}") or {}
-        ]
-        read = {
-            name: content
-            for name in names
-            if (content := remote.read_if_there(f"{folder}/{name}")) is not None
-        }
-        began = ""  # when the newest start of the run began there
-        with suppress(KeyError, ValueError, UserError):
-            began = check(parse_json(read.pop("node.json")), _NODE, "node.json")["began"]
-        nodes.append((began, read))
-    parts: dict[str, list[bytes]] = {}
-    for _, read in sorted(nodes, key=lambda each: each[0]):
-        for name, content in read.items():
-            # A rank that has moved to another node has lines on both; its newest heartbeat counts.
-            before = [] if name.startswith("heartbeats/") else parts.get(name, [])
-            parts[name] = [*before, content]
-    for name, contents in parts.items():
-        path = run.path / name
-        path.parent.mkdir(exist_ok=True)
-        # A log and the rows of failures begin with their time.
-        path.write_bytes(b"".join(sorted(contents)))

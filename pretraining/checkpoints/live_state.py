@@ -180,12 +180,10 @@ class PartitionedOptimizer(LiveState):
 
     def _blocks(self) -> Iterator[Block]:
         for tensor, group, optimizer, parameters, slices in deepspeed.zero_partitions(self.optimizer):
-            pieces = [
-                Piece(
-                    name := self.names[each.parameter], each.start, each.numel, each.offset, self.cuts[name]
-                )
-                for each in slices
-            ]
+            pieces = []
+            for each in slices:
+                name = self.names[each.parameter]
+                pieces.append(Piece(name, each.start, each.numel, each.offset, self.cuts[name]))
             yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
 
     def set_weights(self) -> None:

@@ -11,7 +11,6 @@ rank. On loading, each rank reads the slices that it needs, for any number of ra
 import json
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +74,8 @@ class CheckpointManager(TrainerCallback):
         environment = describe_environment(device_name(), plan.world_size)
         self.identity = Identity(recipe, data.manifest, plan.layout, environment, start)
         section = recipe.checkpoints
-        self.retention = Retention.of(section, demote_checkpoint, recipe.evaluation.metric)
+        demote = demote_checkpoint if section.demote_to_weights else None
+        self.retention = Retention(section, demote, recipe.evaluation.metric)
         remote = section.upload and RemoteRun(section.upload, run.path.name)
         self.uploader = Uploader(run, remote, section.upload_mirror, self.retention) if remote else None
         self.writer = CheckpointWriter(
@@ -113,10 +113,6 @@ class CheckpointManager(TrainerCallback):
             # the run continues from it, and an earlier start was cut short in this validation
             together(lambda: add_metrics(folder, metrics) if self.run.disks.is_first else None)
             self._upload(folder)
-
-    def wait_for_marker(self) -> None:
-        """Wait until the checkpoint that is being written counts: this rank ends with an error."""
-        self.writer.wait_for_marker()
 
     def load_state(self, trainer: OpenTrainer, folder: Path) -> None:
         """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer from a checkpoint, in place.
@@ -185,13 +181,9 @@ class CheckpointManager(TrainerCallback):
             trainer.running_loss.fill_(saved["sum"])
             trainer.last_logged_step = trainer.state.global_step - saved["steps"]
 
-    def averaged_weights(self, trainer: Trainer) -> AbstractContextManager:
-        """Put the averaged weights in place inside the block, if the optimizer averages the weights that it trains."""
-        return averaged_weights(trainer)
-
-    def exponential_average(self, trainer: Trainer) -> AbstractContextManager:
-        """Put the exponential average of the weights in place inside the block, if the optimizer keeps one."""
-        return exponential_average(trainer)
+    # what a validation asks for
+    averaged_weights = staticmethod(averaged_weights)
+    exponential_average = staticmethod(exponential_average)
 
     def wait_for_upload(self) -> None:
         """Wait until the last checkpoint and the export are uploaded, or failed; every rank calls this at the end."""
@@ -237,7 +229,6 @@ class RankShare(NamedTuple):
     tensors: Mapping[str, torch.Tensor]
     """By key; they may be views of live tensors, which the next step changes."""
     files: Mapping[str, bytes]
-    """Small files, by name."""
     receipt: Mapping
     """What else its receipt holds, as JSON."""
 
@@ -332,8 +323,8 @@ def _persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def schedule_state(scheduler: LRScheduler) -> dict:
-    rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-    return {"state": scheduler.state_dict(), "rates": [float(rate) for rate in rates]}
+    rates = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+    return {"state": scheduler.state_dict(), "rates": rates}
 
 
 def set_schedule(scheduler: LRScheduler, saved: dict) -> None:

@@ -58,7 +58,6 @@ _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
 _FILES = 4
 """Files fetched at once: while one is written to the disk, the store sends others."""
 _LOOK_SECONDS = 1.0
-"""How often the progress bar looks at the files."""
 _ATTEMPTS = 3
 """If a file arrives damaged in each of them, it is damaged in the store."""
 
@@ -331,9 +330,7 @@ class Ranges(ThreadPoolExecutor):
 def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> str | None:
     """Fetch and verify the `files` of this rank's share, once more each that arrived damaged.
 
-    Returns what is damaged in the store, or None.
-
-    Raises `UserError` if the store fails, or the disk.
+    Returns what is damaged in the store, or None. Raises `UserError` if the store fails, or the disk.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ refuses the start, nothing has been written yet. `roll_back` leaves out the samp
 import socket
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -79,9 +79,8 @@ def find_start(
 
     Writes only the checkpoints that it fetches from a store, and an event for a damaged one that it passes over.
 
-    resume: `--resume auto|never|PATH|ADDRESS`. allowed: keys of the recipe, or sections, that may differ from what
-    the run was so far. layout: that of this start (`RunPlan.layout`), by which a node knows the files that it needs if
-    it has a run folder of its own; None: it gets all.
+    allowed: keys of the recipe, or sections, that may differ from what the run was so far. resume, layout: as in
+    `choose_checkpoint`.
     """
     refuse_lone_disks(run, recipe)
     upload = recipe.checkpoints.upload
@@ -183,11 +182,9 @@ _CHANGES = {"type": "array", "items": object_of({"key": TEXT, "to": {}})}
 
 def recorded_changes(run: RunFolder) -> list[dict]:
     """Return what earlier starts in this folder accepted: {"step", "key", "from", "to"} each."""
-    if not run.changes.exists():
-        return []
     where = f"{run.changes} (remove it, or choose another --output_dir)"
     try:
-        return check(read_json_value(run.changes), _CHANGES, where)
+        return check(read_json_value(run.changes), _CHANGES, where) if run.changes.exists() else []
     except (OSError, ValueError) as error:
         raise UserError(f"{where}: cannot be read ({error})") from error
 
@@ -280,34 +277,28 @@ def start_text(run: RunFolder, identity: Identity, plan: RunPlan) -> str:
         where = f"checkpoints meet in {upload}" if upload else "nothing is saved"
         folders = f"{run.disks.count} run folders, each with the files of its own ranks"
         rows.append(("disks", f"no shared disk: {folders}; {where}"))
-    rows.append(("start", _start_line(run, start, progress.last_step)))
+    words, given, place = "fresh", start.initial_weights, start.checkpoint
+    if place is not None:
+        marker = read_marker(place)
+        # Only the name of a checkpoint of this run: its folder is in the line above.
+        name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
+        stage = "without DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
+        host = f" on {marker['host']}" if "host" in marker else ""  # older markers do not name it
+        words = f"continued from {name} (saved {marker['saved']} by {several(marker['ranks'], 'rank')}, {stage}{host}"
+        words += f"): step {start.step:,} of {progress.last_step:,}, {start.tokens:,} tokens seen"
+    elif given is not None:
+        words = f"from the weights of {given['source']} ({given['digest']})"
+        if given["tokenizer"] != "the same":
+            words += "; no tokenizer there to compare"
+        for name, added in given["added_rows"].items():
+            words += f"; {name}: {added:,} new rows, each the mean of the others" if added > 0 else ""
+            words += f"; {name}: without the last {-added:,} rows" if added < 0 else ""
+        words += f"; not in use: {listed(given['unused'])}" if given["unused"] else ""
+    rows.append(("start", words))
     if (balance := balance_of_experts(recipe)) is not None:
         rows.append(("router", balance or "not balanced"))
     rows.append(("plan", plan_line(plan, left)))
     return "\n".join(f"{label:<7}{line}" for label, line in rows)
-
-
-def _start_line(run: RunFolder, start: Start, last_step: int) -> str:
-    """Write how a run begins, or from which checkpoint it continues, and when, where and by what that was saved."""
-    if start.checkpoint is None:
-        if (given := start.initial_weights) is None:
-            return "fresh"
-        words = f"from the weights of {given['source']} ({given['digest']})"
-        if given["tokenizer"] != "the same":
-            words += "; no tokenizer there to compare"
-        for name, rows in given["added_rows"].items():
-            words += f"; {name}: {rows:,} new rows, each the mean of the others" if rows > 0 else ""
-            words += f"; {name}: without the last {-rows:,} rows" if rows < 0 else ""
-        return words + (f"; not in use: {listed(given['unused'])}" if given["unused"] else "")
-    marker, place = read_marker(start.checkpoint), start.checkpoint
-    # Only the name of a checkpoint of this run: its folder is in the line above.
-    name = place.name if place.parent.absolute() == run.path.absolute() else display_path(place)
-    stage = "without DeepSpeed" if marker["zero_stage"] is None else f"zero{marker['zero_stage']}"
-    host = f" on {marker['host']}" if "host" in marker else ""  # older markers do not name it
-    saved = f"saved {marker['saved']} by {several(marker['ranks'], 'rank')}, {stage}{host}"
-    return (
-        f"continued from {name} ({saved}): step {start.step:,} of {last_step:,}, {start.tokens:,} tokens seen"
-    )
 
 
 def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
@@ -372,11 +363,10 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
     remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
 
     def write() -> bool:
-        try:
+        with suppress(UserError):
             remote.write_bytes(_MEETING, token)
-        except UserError:
-            return False
-        return True
+            return True
+        return False
 
     # A store that does not answer is another matter: the run may continue from what the disks hold.
     if not from_rank_0(write):
@@ -396,14 +386,12 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
 def bring_history(run: RunFolder, upload: str | None) -> None:
     """Give rank 0 the newest history of the run (journal, metrics, events), if its own disk holds an older one."""
     remote = None if upload is None else RemoteRun(upload, run.path.name).at_first_contact()
+    in_store = remote and partial(remote.read_if_there, run.events.name)
 
-    def num_starts(events: bytes) -> int:
-        rows = rows_of(events.decode(errors="replace"))
-        return sum(row.get("event") in STARTS for row in rows)
-
-    def starts_in_store() -> int:
-        with suppress(UserError):  # it does not answer, which the search for a checkpoint reports
-            return num_starts(remote.read_if_there(run.events.name) or b"")
+    def num_starts(read: Callable[[], bytes | None]) -> int:
+        with suppress(UserError):  # a store does not answer, which the search for a checkpoint reports
+            rows = rows_of((read() or b"").decode(errors="replace"))
+            return sum(row.get("event") in STARTS for row in rows)
         return 0
 
     def write(history: dict[str, bytes | None]) -> None:
@@ -415,10 +403,10 @@ def bring_history(run: RunFolder, upload: str | None) -> None:
                 file.write(content)
 
     # Each start of the run adds an event to the history that it continues: the newest history has the most.
-    own = num_starts(run.events.read_bytes()) if run.events.exists() else 0
+    own = num_starts(run.events.read_bytes) if run.events.exists() else 0
     starts = gather_from_ranks(own if run.disks.is_first else -1)
     owner = max(range(len(starts)), key=lambda rank: (starts[rank], -rank))
-    if remote is not None and from_rank_0(starts_in_store) > starts[owner]:
+    if remote is not None and from_rank_0(lambda: num_starts(in_store)) > starts[owner]:
         from_rank_0(lambda: write({name: remote.read_if_there(name) for name in RUN_FILES}))
     elif starts[owner] > starts[0]:
         paths = [run.path / name for name in RUN_FILES if rank_and_world_size()[0] == owner]
@@ -430,11 +418,8 @@ def roll_back(run: RunFolder, start: Start, recipe: Recipe, step: int, why: str)
     """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
 
     The samples of `monitors.spikes.skip_steps` steps before the step whose loss was the reason, and of as many steps
-    from it on, are left out. When the run is opened again, the checkpoints saved since are set aside.
-
-    start: where this attempt began.
-
-    Raises `GaveUp` on every rank, if the policy is another one or has no rollback left.
+    from it on, are left out. When the run is opened again, the checkpoints saved since are set aside. start: where this
+    attempt began. Raises `GaveUp` on every rank, if the policy is another one or has no rollback left.
     """
 
     def write() -> str | None:

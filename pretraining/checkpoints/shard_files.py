@@ -149,9 +149,8 @@ def write_rank_file(
     """Write `tensors` as one safetensors file; tensors on a device are copied to memory one at a time.
 
     With `read`, `tensors` give only types and shapes (on torch's `meta` device), and `read` returns the data by name.
-    The bytes are the same that safetensors' own `save_file` would write.
-
-    Returns the file's `file_entry` once the disk holds it (fsync).
+    The bytes are the same that safetensors' own `save_file` would write. Returns the file's `file_entry` once the disk
+    holds it (fsync).
     """
     # The checksum is computed while the bytes are written: `save_file` would need a second reading of the file.
     digest, num_bytes, read = xxhash.xxh128(), 0, read or tensors.__getitem__
@@ -415,7 +414,6 @@ class CheckpointReader:
         return self._open_files[file]
 
     def close(self) -> None:
-        """Close the mapped files; the next read maps them again."""
         self._open_files.clear()
         self._served_bytes = 0
 

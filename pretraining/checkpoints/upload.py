@@ -148,16 +148,30 @@ class Uploader:
                 self._send_own(parcel)
                 self._messages.send(f"{upload}/{self.rank}", _SENT)
             return
-        is_there = self._make_way(parcel)
+        marker = self.remote.marker(parcel.name)
+        is_there = marker == parcel.marker
+        if not (is_there or marker is None):
+            # of another one of its step: it must go before any rank changes a file
+            saved = None
+            with suppress(UserError, ValueError):
+                saved = parse_marker(marker, self.remote.address).get("saved")
+            if saved is not None and unix_seconds(saved) > self._began:  # after this start, and not by it
+                raise UserError(
+                    "another run commits to the same place; give one of them another name, --output_dir or "
+                    "checkpoints.upload"
+                )
+            self.remote.remove(f"{parcel.name}/{MARKER}")
         if self.ranks > 1:
             self._messages.remove(f"{self._attempt}.{self._num_uploads - 1}/plan")  # all have read that one
             self._messages.send(f"{upload}/plan", _SENT if is_there else _SEND)
+        if not is_there:
+            self._send_own(parcel)
+            for rank in range(1, self.ranks):
+                self._await(f"{upload}/{rank}", last=True)
+        for name, content in parcel.run_files.items():  # the journal may hold a rollback since then
+            self.remote.write_bytes(name, content)
         if is_there:
-            return self._send_run_files(parcel)  # the journal may hold a rollback since then
-        self._send_own(parcel)
-        for rank in range(1, self.ranks):
-            self._await(f"{upload}/{rank}", last=True)
-        self._send_run_files(parcel)
+            return
         if not self.remote.create(f"{parcel.name}/{MARKER}", parcel.marker):
             raise UserError("another run has committed it there meanwhile")
         # what an interrupted upload, or a damaged checkpoint of the same step, has left in the folder
@@ -167,28 +181,21 @@ class Uploader:
         to = self.remote.where(parcel.name)
         self._sent = {"checkpoint": parcel.name, "to": to, "bytes": parcel.num_bytes, "seconds": seconds}
         if self.mirror and self.rule is not None:
-            self._removed_here += self._lost_here(self.rule, step_in(parcel.name))
+            # committed ones up to this step that the store alone holds, and the rule does not keep
+            markers = {}
+            for name in self.remote.checkpoints():
+                # none, a damaged one, or a newer version's: not ours to judge
+                with suppress(UserError, ValueError):
+                    if step_in(name) <= step_in(parcel.name):
+                        markers[name] = parse_marker(self.remote.marker(name) or b"", self.remote.where(name))
+            kept = self.rule.kept_steps((step_in(name), marker) for name, marker in markers.items())
+            kept |= set(map(step_in_name, committed_checkpoints(self.run)))
+            self._removed_here += [name for name in markers if step_in(name) not in kept]
             self.rule = None
         # A name leaves the list only after its removal: if the store fails, the next upload tries again.
         while self._removed_here:
             self.remote.remove_checkpoint(self._removed_here[0])
             self._removed_here.pop(0)
-
-    def _make_way(self, parcel: Parcel) -> bool:
-        """Return whether the store holds this checkpoint already; the marker of another one of its step is removed."""
-        if (marker := self.remote.marker(parcel.name)) in (None, parcel.marker):
-            return marker is not None
-        saved = None
-        with suppress(UserError, ValueError):
-            saved = parse_marker(marker, self.remote.address).get("saved")
-        if saved is not None and unix_seconds(saved) > self._began:  # after this start, and not by it
-            raise UserError(
-                "another run commits to the same place; give one of them another name, --output_dir or "
-                "checkpoints.upload"
-            )
-        # It must go before any rank changes a file.
-        self.remote.remove(f"{parcel.name}/{MARKER}")
-        return False
 
     def _send_own(self, parcel: Parcel) -> None:
         """Send the files of each saving rank that is this rank's to send, and then its receipt."""
@@ -211,28 +218,11 @@ class Uploader:
             if self._given_up.wait(_PAUSE_SECONDS):
                 raise _GivenUp
 
-    def _send_run_files(self, parcel: Parcel) -> None:
-        for name, content in parcel.run_files.items():
-            self.remote.write_bytes(name, content)
-
-    def _lost_here(self, rule: Retention, newest: int) -> list[str]:
-        """List the committed checkpoints up to a step that the store alone holds and the rule does not keep."""
-        markers = {}
-        for name in self.remote.checkpoints():
-            # none, a damaged one, or a newer version's: not ours to judge
-            with suppress(UserError, ValueError):
-                if step_in(name) <= newest:
-                    markers[name] = parse_marker(self.remote.marker(name) or b"", self.remote.where(name))
-        kept = rule.kept_steps((step_in(name), marker) for name, marker in markers.items())
-        kept |= set(map(step_in_name, committed_checkpoints(self.run)))
-        return [name for name in markers if step_in(name) not in kept]
-
 
 class Parcel:
     """What one rank sends of a committed checkpoint.
 
-    receipts: {name: content} of those whose files this rank sends: its own; if another number of ranks saved, its
-    share. run_files: files of the run folder, on rank 0 alone.
+    receipts: {name: content} of the saving ranks whose files this rank sends. run_files: on rank 0 alone.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int):
@@ -260,7 +250,6 @@ class Parcel:
         self.run_files = {path.name: path.read_bytes() for path in paths if path.is_file()}
 
     def files_of(self, receipt: str) -> dict[str, dict]:
-        """Return {file: {"bytes", "checksum"}} of one rank that saved."""
         return parse_receipt(self.receipts[receipt], f"{self.name}/{receipt}")["files"]
 
     def chunks(self, name: str, entry: dict) -> Iterator[bytes]:

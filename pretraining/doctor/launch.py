@@ -26,6 +26,7 @@ from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
 from pretraining.recipe.curve import changes_of_run
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config
+from pretraining.recipe.training import TRACKER_PACKAGES
 from pretraining.runtime.host import existing_folder, host_memory_bytes, is_seen, unwritable
 from pretraining.runtime.installation import REPOSITORY, WORKPLACE, as_typed
 from pretraining.runtime.run_folder import RunFolder, installed_versions
@@ -189,10 +190,6 @@ def check_fit(launch: Launch) -> list[Finding]:
     return findings + [Finding("plan", COSTS, each.what, each.remedy) for each in verdict.warnings]
 
 
-MODULES = {"prometheus": "prometheus_client"}
-"""{tracker: its module, if that has another name}"""
-
-
 class Needed(NamedTuple):
     """A package without which this recipe does not run, or is slower."""
 
@@ -270,9 +267,13 @@ def needs_of(launch: Launch) -> list[Needed]:
     # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
     compiled = launch.compiles and on_gpus
     compiled_loss = not compiled and compiles_loss(recipe.loss.compile, on_gpus)
+    trackers = [(name, TRACKER_PACKAGES.get(name, name)) for name in trackers_of(recipe)]
     # whether it is needed, and the fields of `Needed`
     table: list[tuple] = [
-        *((True, MODULES.get(name, name), f"training.report_to {name}") for name in trackers_of(recipe)),
+        *(
+            (True, package.partition("-")[0], f"training.report_to {name}", package)
+            for name, package in trackers
+        ),
         (BITSANDBYTES.search(optim), "bitsandbytes", f"training.optim {optim}"),
         (recipe.speed.fp8 != "none", "torchao", "speed.fp8"),
         (compiled, "triton", "speed.compile", "", launch.without_compiler),

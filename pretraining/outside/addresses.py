@@ -47,6 +47,5 @@ def slip_in(address: str) -> str | None:
 
 
 def refuse_slips(address: str, key: str) -> None:
-    """Raise `UserError` for an address with a slip. key: what holds it, for the message."""
     if slip := slip_in(address):
         raise UserError(f"{key}: {slip}")

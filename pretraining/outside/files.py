@@ -87,9 +87,7 @@ def read_json_value(path: Path) -> Any:
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) of the lines of a .jsonl or .jsonl.gz file, without empty ones.
 
-    Raises:
-        OSError: it cannot be read; of compressed bytes also EOFError and zlib.error.
-        ValueError: a line is no JSON; the message names the line.
+    Raises `OSError` (of compressed bytes also EOFError and zlib.error), and `ValueError` with the line that is no JSON.
     """
     is_packed = path.name.lower().endswith(".gz")
     with open(path, "rb", opener=regular) as file, gzip.open(file) if is_packed else file as lines:
@@ -102,7 +100,6 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a text names one file of a folder."""
     return re.fullmatch(NAME["pattern"], text) is not None
 
 

@@ -32,9 +32,8 @@ class Pipeline:
     """A recipe, where its files go, how its steps are started, and what they have done.
 
     options: the command line's (`__main__.py`), which are checked here; nothing is written. forced: steps that run even
-    if they are up to date. output: where the output of commands is shown; None: as this process's own.
-
-    Raises `UserError` for a recipe or options that make no sense.
+    if they are up to date. output: where the output of commands is shown; None: as this process's own. Raises
+    `UserError` for a recipe or options that make no sense.
     """
 
     def __init__(
@@ -56,14 +55,12 @@ class Pipeline:
 
     @property
     def recipe_words(self) -> list[str]:
-        """List the options that name the recipe."""
         options = self.options
         words = ["--recipe", options.recipe, *(word for text in options.set for word in ("--set", text))]
         return words + (["--limit_tokens", str(options.limit_tokens)] if options.limit_tokens else [])
 
     @property
     def train_words(self) -> list[str]:
-        """List the options that the doctor and train.py share."""
         chosen = ["--deepspeed", self.options.deepspeed] if self.options.deepspeed else []
         places = ["--output_dir", str(self.run.path), "--data_dir", str(self.options.data_dir)]
         return [*self.recipe_words, *chosen, *places]
@@ -108,11 +105,9 @@ class Record:
         return self.steps.get(step, {}).get("facts", {})
 
     def content(self, name: str, files: Mapping[str, Path]) -> str | None:
-        """Compute the digest of the content of files; None if one is missing.
+        """Compute the digest of the content of files, and keep it under a name; None if one is missing.
 
         Size and time of each only say whether it must be read again.
-
-        name: under which the digest is kept.
         """
         try:
             stats = {each: path.stat() for each, path in sorted(files.items())}

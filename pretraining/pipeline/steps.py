@@ -110,7 +110,14 @@ class Prepare(Step):
             return Decision(True, f"{place} is not there yet")
         fingerprints = [source.fingerprint() for source in self.sources]
         differing = prepared_differences(manifest, pipeline.recipe.data.to_dict(), fingerprints)
-        if differing and not self._only_written_again(manifest):
+        again, kept = "", self.kept_sources
+        if differing and pipeline.record.facts(self.name).get("fingerprint") == manifest["fingerprint"]:
+            before, now = pipeline.record.steps[self.name]["inputs"], self.kept_inputs()
+            contents = [each["content"] for each in now["sources"].values()]
+            # the texts are those that were prepared, in files of another time
+            if contents == [each and each["content"] for each in kept] and now["data"] == before["data"]:
+                again = "; files were written again with the same content"
+        if differing and not again:
             needs = "" if pipeline.options.replace else "; it needs --replace"
             return Decision(True, listed(differing) + needs)
         if lacking(manifest, portions_of(pipeline.recipe)):
@@ -119,33 +126,18 @@ class Prepare(Step):
             # for the day on which files are written again with the same content
             pipeline.record.add(self.name, {"inputs": self.kept_inputs(), "facts": self._facts(manifest)})
         made = f"{place} holds {self._facts(manifest)['tokens']:,} tokens of these texts"
-        again = "; files were written again with the same content" if differing else ""
         return Decision(False, made + again)
-
-    def _only_written_again(self, manifest: dict) -> bool:
-        """Return whether the texts are those that were prepared, in files of another time."""
-        record, kept = self.pipeline.record, self.kept_sources
-        if record.facts(self.name).get("fingerprint") != manifest["fingerprint"] or None in kept:
-            return False
-        before, now = record.steps[self.name]["inputs"], self.kept_inputs()
-        contents = [each["content"] for each in now["sources"].values()]
-        return contents == [known["content"] for known in kept] and now["data"] == before["data"]
 
     def run(self) -> dict:
         pipeline = self.pipeline
         options = pipeline.options
         words = [*pipeline.recipe_words, "--data_dir", str(options.data_dir), "--executor", options.executor]
-        words += [
-            "--workers",
-            str(options.workers),
-            *(w for text in options.slurm for w in ("--slurm", text)),
-        ]
-        words += ["--replace"] * options.replace
+        words += ["--workers", str(options.workers)] + ["--replace"] * options.replace
+        words += [word for text in options.slurm for word in ("--slurm", text)]
         pipeline.call(sys.executable, str(REPOSITORY / "data_prep.py"), *words)
         if (manifest := read_manifest(pipeline.data_folder)) is None:
-            raise CommandEnded(
-                STOPPED, "its jobs are submitted; the same command goes on once they have ended"
-            )
+            what = "its jobs are submitted; the same command goes on once they have ended"
+            raise CommandEnded(STOPPED, what)
         return self._facts(manifest)
 
     def _facts(self, manifest: dict) -> dict:

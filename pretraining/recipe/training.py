@@ -24,6 +24,10 @@ _VERB = "train.py always trains and evaluates; leave it out"
 _COMPILE = "the recipe's speed section compiles (compile, compile_backend, compile_mode)"
 _FSDP = "not supported: ranks are sharded by DeepSpeed, as a file of ds_configs/ says"
 
+TRACKER_PACKAGES = {"prometheus": "prometheus_client"}
+TRACKER_PACKAGES |= {"opentelemetry": "opentelemetry-exporter-otlp-proto-http"}
+"""{tracker: the package for pip that provides it, if that has another name}; a module's name begins it."""
+
 TRAINING_KEYS = {
     "max_steps": "derived from budget.tokens / budget.tokens_per_step",
     "num_train_epochs": "derived from budget.tokens",

@@ -24,7 +24,7 @@ import numpy as np
 from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_number
 from pretraining.errors import UserError, one_line_errors, require
-from pretraining.reporting.analysis import analyze, sentences, standing_text, track_record_of
+from pretraining.reporting.analysis import analyze, sentences, standing_text, track_record_beside
 from pretraining.reporting.live import watch
 from pretraining.reporting.page import names_of, page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
@@ -54,8 +54,7 @@ def write_report(folders: list[Path], output: Path) -> Path:
     records = [RunRecord(folder) for folder in folders]
     names, payloads = names_of(records), []
     for record, name in zip(records, names, strict=True):
-        beside = track_record_of(record.run.path.resolve().parent, but=record.run.path)
-        payloads.append(run_payload(record, track_record=beside, name=name))
+        payloads.append(run_payload(record, track_record=track_record_beside(record.run.path), name=name))
     write_page(output, page_text(page_payload(payloads, None), " · ".join(names)))
     return output
 
@@ -96,8 +95,7 @@ def _analyze(arguments: list[str]) -> None:
         if not len(record.metrics):
             what = f"{shown}/{record.run.metrics.name}: no logged step yet; there is nothing to analyze"
             raise UserError(what)
-        beside = track_record_of(folder.resolve().parent, but=folder) if Path(shown) == folder else []
-        found = analyze(record, beside)
+        found = analyze(record, track_record_beside(folder) if Path(shown) == folder else [])
     text = [standing_text(found.standing, time.time()), *sentences(found)]
     print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
 

@@ -124,7 +124,7 @@ class Analysis:
 def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     """Read the curve of a run.
 
-    track_record: relative errors of forecasts of finished runs (`track_record_of`).
+    track_record: relative errors of forecasts of finished runs (`track_record_beside`).
     """
     rows, losses = record.metrics.column("train/loss")
     tokens = record.tokens[rows] if len(rows) else np.array([])
@@ -150,7 +150,21 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found.last_loss, found.last_step = float(losses[-1]), int(record.steps[rows[-1]])
     found.spikes = [int(record.steps[rows[row]]) for row in spike_rows(losses)]
     found.budget_share = record.budget_share
-    _rate(found, tokens, losses)
+    usable = np.isfinite(losses) & (tokens > 0)
+    some_tokens, some_losses = tokens[usable], losses[usable]
+    if len(some_tokens) >= FEWEST_ROWS:
+        # the slope against log2(tokens) over the last half of them, which is one doubling
+        late = some_tokens >= some_tokens[-1] / 2
+        if late.sum() >= 4:
+            slope = np.polyfit(np.log2(some_tokens[late]), some_losses[late], 1)[0]
+            found.gain_per_doubling = float(-slope)
+        # Medians of thirds: one spike at either end must not make a gain or a loss.
+        quarter = some_losses[some_tokens >= 0.75 * some_tokens[-1]]
+        third = max(1, len(quarter) // 3)
+        if begin := float(np.median(quarter[:third])):
+            found.recent_gain = (begin - float(np.median(quarter[-third:]))) / abs(begin)
+            is_long = len(some_losses) >= 4 * FEWEST_ROWS
+            found.stagnant = is_long and DIVERGING <= found.recent_gain < STAGNANT
     found.phase = _phase(record, found, losses)
     found.target = record.recipe.get("report", {}).get("target_loss")
     reached = found.loss if found.best_validation is None else found.best_validation
@@ -167,26 +181,6 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
 def _median(values: np.ndarray) -> float | None:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else None
-
-
-def _rate(found: Analysis, tokens: np.ndarray, losses: np.ndarray) -> None:
-    """Set the slope against log2(tokens) over the last half, and the gain over the last quarter, between medians."""
-    usable = np.isfinite(losses) & (tokens > 0)
-    tokens, losses = tokens[usable], losses[usable]
-    if len(tokens) < FEWEST_ROWS:
-        return
-    # the last half of the tokens is one doubling
-    late = tokens >= tokens[-1] / 2
-    if late.sum() >= 4:
-        found.gain_per_doubling = float(-np.polyfit(np.log2(tokens[late]), losses[late], 1)[0])
-    # Medians of thirds: one spike at either end must not make a gain or a loss.
-    quarter = losses[tokens >= 0.75 * tokens[-1]]
-    third = max(1, len(quarter) // 3)
-    begin, end = np.median(quarter[:third]), np.median(quarter[-third:])
-    if not begin:
-        return
-    found.recent_gain = float((begin - end) / abs(begin))
-    found.stagnant = len(losses) >= 4 * FEWEST_ROWS and DIVERGING <= found.recent_gain < STAGNANT
 
 
 def _phase(record: RunRecord, found: Analysis, losses: np.ndarray) -> str:
@@ -217,15 +211,16 @@ def after_warm_up(record: RunRecord) -> int:
     return min(max(peak, len(rates) // 50), len(rates) // 2)
 
 
-def track_record_of(folder: Path, but: Path | None = None) -> list[float]:
-    """List the relative errors of forecasts from the first halves of the finished runs in `folder`, but one."""
+def track_record_beside(folder: Path) -> list[float]:
+    """List the relative errors of forecasts from the first halves of the finished runs beside a run folder."""
     errors = []
-    for metrics in sorted(folder.glob("*/metrics.jsonl")):
-        if but is not None and metrics.parent.resolve() == but.resolve():
-            continue
+    for metrics in sorted(folder.resolve().parent.glob("*/metrics.jsonl")):
         with suppress(UserError, OSError):
-            record = RunRecord(metrics.parent)
-            errors.append(half_fit_error(record) if record.state == "finished" else None)
+            if (
+                not metrics.parent.samefile(folder)
+                and (record := RunRecord(metrics.parent)).state == "finished"
+            ):
+                errors.append(half_fit_error(record))
     return [error for error in errors if error is not None]
 
 
@@ -250,7 +245,17 @@ def spike_rows(values: np.ndarray) -> list[int]:
     high = ~np.isfinite(values)
     for start in range(2 * BLOCK, len(values), BLOCK):
         # from the two blocks before: the spike must not raise its own level
-        level, spread = _level_and_spread(values[start - 2 * BLOCK : start])
+        before = values[start - 2 * BLOCK : start]
+        usable = np.flatnonzero(np.isfinite(before))
+        early, late = usable[usable < BLOCK], usable[usable >= BLOCK]
+        if len(early) < BLOCK // 2 or len(late) < BLOCK // 2:
+            continue
+        # the median of the later half, and the robust standard deviation around the trend of both halves
+        level = np.median(before[late])
+        slope = (level - np.median(before[early])) / BLOCK
+        residuals = before[usable] - level - slope * (usable - 1.5 * BLOCK)
+        # 1.4826 makes the median absolute deviation a standard deviation, for normal noise
+        spread = 1.4826 * np.median(np.abs(residuals)) + 1e-3 * abs(level)
         with np.errstate(invalid="ignore"):
             least = max(level + SPIKE_SCORE * spread, SPIKE_RISE * level)
             high[start : start + BLOCK] |= values[start : start + BLOCK] > least
@@ -259,19 +264,6 @@ def spike_rows(values: np.ndarray) -> list[int]:
     spikes = np.split(rows, np.flatnonzero(np.diff(rows) > SPIKE_GAP) + 1) if len(rows) else []
     heights = np.where(np.isfinite(values), values, np.inf)
     return [int(spike[np.argmax(heights[spike])]) for spike in spikes]
-
-
-def _level_and_spread(before: np.ndarray) -> tuple[float, float]:
-    """Compute the median of the later half, and the robust standard deviation around the trend of both halves."""
-    rows = np.flatnonzero(np.isfinite(before))
-    early, late = rows[rows < BLOCK], rows[rows >= BLOCK]
-    if len(early) < BLOCK // 2 or len(late) < BLOCK // 2:
-        # a level of infinity: nothing is above it
-        return np.inf, 0.0
-    level, slope = np.median(before[late]), (np.median(before[late]) - np.median(before[early])) / BLOCK
-    residuals = before[rows] - level - slope * (rows - 1.5 * BLOCK)
-    # 1.4826 makes the median absolute deviation a standard deviation, for normal noise
-    return level, 1.4826 * np.median(np.abs(residuals)) + 1e-3 * abs(level)
 
 
 def forecast(tokens: np.ndarray, losses: np.ndarray, at_tokens: float) -> Forecast | None:
@@ -381,7 +373,21 @@ def sentences(found: Analysis) -> list[str]:
         )
     if found.foreseen is not None:
         parts.append(found.foreseen.words)
-    parts.append(_rate_words(found))
+    if found.recent_gain is not None:
+
+        def moved(gain: float, form: str) -> str:
+            return f"{'fell' if gain >= 0 else 'rose'} by {abs(gain):{form}}"
+
+        text = f"Over the last quarter of its tokens the loss {moved(found.recent_gain, '.1%')}"
+        if (gain := found.gain_per_doubling) is not None:
+            # what was, and no promise: the quarter is a part of this half
+            text += f"; over the last half, which is one doubling, its trend {moved(gain, '.3f')} nats"
+        if found.stagnant and state == "finished":
+            text += "; that is stagnation: more tokens at this rate would bring little"
+        elif found.stagnant:
+            text += "; that is stagnation: stop it, or continue with --allow_change training.learning_rate and a lower "
+            text += "rate"
+        parts.append(f"{text}.")
     are = "loss is" if found.non_finite == 1 else "losses are"
     text = f"{found.non_finite} logged {are} not finite. " if found.non_finite else ""
     plural, shown = "s" if len(found.spikes) > 1 else "", ", ".join(f"{step:,}" for step in found.spikes[-5:])
@@ -401,24 +407,6 @@ def sentences(found: Analysis) -> list[str]:
             cost += f", and will have cost {dollars(found.dollars_at_end)} at its end, without failures"
         parts.append(f"{cost}.")
     return [part for part in parts if part]
-
-
-def _rate_words(found: Analysis) -> str:
-    if found.recent_gain is None:
-        return ""
-
-    def moved(gain: float, form: str) -> str:
-        return f"{'fell' if gain >= 0 else 'rose'} by {abs(gain):{form}}"
-
-    text = f"Over the last quarter of its tokens the loss {moved(found.recent_gain, '.1%')}"
-    if (gain := found.gain_per_doubling) is not None:
-        # what was, and no promise: the quarter is a part of this half
-        text += f"; over the last half, which is one doubling, its trend {moved(gain, '.3f')} nats"
-    if found.stagnant and found.standing.state == "finished":
-        text += "; that is stagnation: more tokens at this rate would bring little"
-    elif found.stagnant:
-        text += "; that is stagnation: stop it, or continue with --allow_change training.learning_rate and a lower rate"
-    return f"{text}."
 
 
 def _words_ahead(found: Analysis) -> list[str]:

@@ -1,11 +1,11 @@
 """What the ladder that a run names foresees of its validation loss, and whether the run is where it should be."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pretraining.errors import UserError
-from pretraining.planning.ladder import DECAYED, STABLE, Expected, Ladder, read_ladder, share_words
+from pretraining.planning.ladder import DECAYED, STABLE, Expected, read_ladder, share_words
 from pretraining.planning.quantities import several
 from pretraining.reporting.run_record import RunRecord
 
@@ -64,22 +64,15 @@ def foreseen_of(record: RunRecord) -> Foreseen | None:
     curves["high"][:-1] = map(max, curves["high"][:-1], stable["high"])
     share = share_words((record.plan.get("training_flops") or ladder.most_flops) / ladder.most_flops)
     size = f"{several(ladder.values['runs'], 'run')}, up to {share}"
-    end = ladder.fits[DECAYED].at(parameters, tokens)
-    return Foreseen(size, end, at, curves, *_now(record, ladder, parameters))
-
-
-def _now(record: RunRecord, ladder: Ladder, parameters: float) -> tuple[float, Expected] | tuple[()]:
-    """Return the last validation loss, and what it should be; nothing if it came before the ladder's shortest run.
-
-    What a falling rate brings is taken to be in proportion to how far it has fallen.
-    """
+    found = Foreseen(size, ladder.fits[DECAYED].at(parameters, tokens), at, curves)
     rows, losses = record.metrics.column("eval/loss")
     _, rates = record.metrics.column("train/learning_rate")
     if not len(rows) or not len(rates) or not rates.max() > 0 or not np.isfinite(losses[-1]):
-        return ()
-    tokens, share = float(record.tokens[rows[-1]]), float(rates[-1] / rates.max())
+        return found
+    tokens, left = float(record.tokens[rows[-1]]), float(rates[-1] / rates.max())
     if tokens < min(point["tokens"] for point in ladder.values["points"]):
-        return ()
-    decayed, stable = (ladder.fits[kind].at(parameters, tokens) for kind in (DECAYED, STABLE))
-    between = [low + share * (high - low) for low, high in zip(decayed, stable, strict=True)]
-    return float(losses[-1]), Expected(*between)
+        return found  # its runs were all longer
+    ends = (ladder.fits[kind].at(parameters, tokens) for kind in (DECAYED, STABLE))
+    # What a falling rate brings is taken to be in proportion to how far it has fallen.
+    between = [low + left * (high - low) for low, high in zip(*ends, strict=True)]
+    return replace(found, reached=float(losses[-1]), now=Expected(*between))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretraining.errors import UserError
-from pretraining.reporting.analysis import track_record_of
+from pretraining.reporting.analysis import track_record_beside
 from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import file_state
@@ -33,9 +33,8 @@ def live_report(run: RunFolder, every_seconds: float | None) -> Iterator[None]:
     """Keep `report.html` fresh while the block runs, and write it once more after it; on rank 0 only.
 
     A block that adds nothing to metrics or events, such as a refused run, leaves the page as it was. The writer ends
-    with the run, however the run ends: its standard input is a pipe that no other process holds.
-
-    every_seconds: shortest time between two pages; None for no report.
+    with the run, however the run ends: its standard input is a pipe that no other process holds. every_seconds:
+    shortest time between two pages; None for no report.
     """
     is_wanted = every_seconds and os.environ.get("RANK", "0") == "0"
     writer = start_writer(run, every_seconds) if is_wanted else None
@@ -95,7 +94,7 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
             record.refresh()
         if record is not None:
             # Other runs are read only for the last page, because that takes time.
-            history = track_record_of(record.run.path.parent, but=record.run.path) if is_over else []
+            history = track_record_beside(record.run.path) if is_over else []
             shown = [run_payload(record, live=not is_over, track_record=history)]
             page = page_text(page_payload(shown, None if is_over else every_seconds), record.name)
             with contextlib.suppress(OSError):  # a full disk: training reports it, and the next page may fit

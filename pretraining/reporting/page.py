@@ -42,7 +42,6 @@ MOST_EVENTS, MOST_SAMPLED_STEPS, MOST_SCORES = 400, 60, 60
 LONGEST_TEXT = 6000
 """Characters of a sample or of an event's detail."""
 LAST_CONSOLE_BYTES = 60_000
-"""How much of the end of console.log is in the page."""
 _KINDS = {
     "bad": "alert spike non_finite gradient_explosion hang rollback",
     "warn": "plateau starved_experts straggler low_use tracker_failed checkpoint_passed_over refusal "
@@ -343,20 +342,14 @@ def _published(record: RunRecord, found: Analysis) -> dict | None:
     curve = curve_of(record.recipe)
     if curve is None:
         return None
-    per_step = (record.recipe.get("budget") or {}).get("tokens_per_step") or 1
-    series = {
-        metric: {
-            "tokens": each["tokens"],
-            "step": [count / per_step for count in each["tokens"]],
-            "value": each["values"],
-        }
-        for metric, each in curve["curves"].items()
-    }
+    per_step, series = (record.recipe.get("budget") or {}).get("tokens_per_step") or 1, {}
+    for metric, each in curve["curves"].items():
+        steps = [count / per_step for count in each["tokens"]]
+        series[metric] = {"tokens": each["tokens"], "step": steps, "value": each["values"]}
     other, rows = found.published, []
     if other is not None:
-        rows = _spread(
-            list(zip(other.tokens, other.own, other.published, other.gaps, strict=True)), MOST_SCORES
-        )
+        rows = list(zip(other.tokens, other.own, other.published, other.gaps, strict=True))
+        rows = _spread(rows, MOST_SCORES)
     return {"run": curve["run"], "series": series, "metric": other and other.metric, "rows": rows}
 
 

@@ -56,7 +56,6 @@ def read_curve(path: Path) -> dict | None:
 
 
 def curve_of(recipe: dict) -> dict | None:
-    """Return the published curve that a resolved recipe names, if there is one."""
     section = recipe.get("published")
     name = section.get("curve") if isinstance(section, dict) else None
     return read_curve(curve_file(name)) if isinstance(name, str) else None

@@ -93,7 +93,8 @@ class RunRecord:
     def _place_rows(self) -> None:
         """Find step, tokens and hours of every row, then the step of every event, then the newest place of all.
 
-        Hours are wall time since the first start; if rows have no time, training time.
+        Hours are wall time since the first start; if rows have no time, training time. An event's step is its own or
+        its checkpoint's, else the newest that was known then.
         """
         self.steps = np.array(self.metrics.steps)
         rows, tokens = self.metrics.column("train/tokens")
@@ -111,7 +112,16 @@ class RunRecord:
             # A row has the seconds of one step, averaged since the row before.
             done = np.cumsum(np.diff(self.steps[rows], prepend=first_step(self.events)) * seconds)
             self.hours = np.interp(self.steps, self.steps[rows], done) / 3600 if len(rows) else 0 * self.steps
-        self.event_steps = self._steps_of_events()
+        self.event_steps, newest_then = [], 0.0
+        for event in self.events:
+            if (step := step_of(event)) is None:
+                # an end follows every row, whatever the clocks say
+                at_end = event.get("event") == "end" or not self.has_times
+                before = np.searchsorted(times, np.inf if at_end else event_seconds(event), side="right")
+                step = max([newest_then, *self.steps[:before][-1:]])
+            # a start may go back to an earlier step, nothing else does
+            newest_then = step if event.get("event") in STARTS else max(newest_then, step)
+            self.event_steps.append(float(step))
         # `newest_step`: of the last row and of the events since the last start, which may be later
         starts = [n for n, event in enumerate(self.events) if event.get("event") in STARTS]
         since = self.event_steps[starts[-1] if starts else 0 :]
@@ -185,21 +195,6 @@ class RunRecord:
         if len(rows) and self.tokens[rows[-1]]:
             return min(1.0, float(shares[-1] * tokens / self.tokens[rows[-1]]))
         return min(1.0, tokens / budget) if budget else None
-
-    def _steps_of_events(self) -> list[float]:
-        """Find the step of every event: its own or its checkpoint's, else the newest step that was known then."""
-        steps, newest, times = [], 0.0, np.array(self.metrics.times)
-        for event in self.events:
-            step = step_of(event)
-            if step is None:
-                # an end follows every row, whatever the clocks say
-                at_end = event.get("event") == "end" or not self.has_times
-                before = np.searchsorted(times, np.inf if at_end else event_seconds(event), side="right")
-                step = max([newest, *self.steps[:before][-1:]])
-            # a start may go back to an earlier step, nothing else does
-            newest = step if event.get("event") in STARTS else max(newest, step)
-            steps.append(float(step))
-        return steps
 
     def standing(self, now: float | None = None) -> Standing:
         """Judge the run's state at `now`, in UNIX seconds (default: the time of the call)."""

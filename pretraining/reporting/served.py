@@ -76,17 +76,22 @@ ASSETS = {"/page.js": page.SCRIPTS, "/list.js": page.LIST_SCRIPTS, "/style.css":
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::\d+)?")
 
 
-def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[tuple[Path, tuple]]:
-    """Yield the run folders in a folder, or itself, each with the state of its files. No link is followed."""
+def run_folders(folder: Path, depth: int = DEPTH) -> Iterator[tuple[Path, tuple | None]]:
+    """Yield the run folders in a folder, or itself, each with the state of its files; None if it holds links.
+
+    No link is followed.
+    """
     entries: dict[str, os.DirEntry] = {}
     with suppress(OSError), os.scandir(folder) as found:  # gone, or not ours to read
         entries = {entry.name: entry for entry in found}
     files = [entries[name] for name in sorted(READ & entries.keys())]
     if entries.keys() & {ROWS, EVENTS}:
-        if not any(file.is_symlink() for file in files):
-            with suppress(OSError):
-                states = [file.stat() for file in files if file.name != "heartbeats"]
-                yield folder, tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
+        if any(file.is_symlink() for file in files):
+            yield folder, None
+            return
+        with suppress(OSError):
+            states = [file.stat() for file in files if file.name != "heartbeats"]
+            yield folder, tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
     elif depth:
         for name in sorted(entries):
             if entries[name].is_dir(follow_symlinks=False):
@@ -99,6 +104,8 @@ class Runs:
     def __init__(self, folder: Path, store: "StoredRuns | None" = None) -> None:
         self.folder, self.store, self.listed = folder, store, -SHARED_SECONDS
         self.known: dict[str, tuple[tuple, RunRecord, dict]] = {}
+        self.num_hidden = 0
+        """Run folders that are not shown, because of links in them."""
         self._lock = threading.Lock()
 
     def rows(self) -> dict[str, dict]:
@@ -111,26 +118,31 @@ class Runs:
             return {name: row for name, (_, _, row) in self.known.items()}
 
     def _read(self) -> Iterator[tuple[str, tuple[tuple, RunRecord, dict]]]:
+        self.num_hidden = 0
         for folder, state in run_folders(self.folder):
-            name = (
-                folder.relative_to(self.folder).as_posix() if folder != self.folder else folder.resolve().name
-            )
+            if state is None:
+                self.num_hidden += 1
+                continue
+            inside = folder.relative_to(self.folder).as_posix()
+            name = folder.resolve().name if folder == self.folder else inside
             before, record, row = self.known.get(name, (None, None, {}))
             with suppress(UserError, OSError):  # it has just gone
                 if record is None or before != state:
                     record, row = RunRecord(folder, TAIL), {}
+                if not len(record.metrics) and not record.events:
+                    continue  # files of a run's names, in which no run has written
                 # without an ending its processes may be gone since
-                yield (
-                    name,
-                    (state, record, row if row.get("state") in ENDINGS.values() else row_of(record, name)),
-                )
+                if row.get("state") not in ENDINGS.values():
+                    row = row_of(record, name)
+                yield name, (state, record, row)
 
     def open(self, name: str) -> tuple[Path, tuple]:
         """Return the folder with all records of a listed run, and their state; `UserError` if there is none."""
         if name in self.known:
             folder = self.known[name][1].run.path if self.store is None else self.store.whole(name)
-            for found in run_folders(folder, 0):
-                return found
+            for place, state in run_folders(folder, 0):
+                if state is not None:
+                    return place, state
         raise UserError("no such run; look at the list")
 
 
@@ -183,9 +195,7 @@ class StoredRuns:
             return folder
 
 
-@lru_cache(8)
-def _record_at(folder: Path) -> RunRecord:
-    return RunRecord(folder)
+_record_at = lru_cache(8)(RunRecord)
 
 
 def whole_payload(folder: Path, name: str) -> dict:
@@ -194,7 +204,7 @@ def whole_payload(folder: Path, name: str) -> dict:
 
 
 def _be_quiet() -> None:
-    """Make this process give way to others, and leave Ctrl-C to the one that started it."""
+    """Give way to others, and leave Ctrl-C to the process that started this one."""
     os.setsid()  # priorities are those of sessions: else the reader's whole terminal would give way
     set_priority(os.getpid(), GIVES_WAY)
 
@@ -214,10 +224,10 @@ class Pages:
             shown, payload = self._kept.get(folder, (None, {}))
             if shown != state or "is_partial" in payload:
                 rows = folder / ROWS
-                is_long = rows.is_file() and rows.stat().st_size > LONG_BYTES
-                self._kept[folder] = (
-                    self._look(folder, state, name) if is_long else (state, whole_payload(folder, name))
-                )
+                if rows.is_file() and rows.stat().st_size > LONG_BYTES:
+                    self._kept[folder] = self._look(folder, state, name)
+                else:
+                    self._kept[folder] = state, whole_payload(folder, name)
             if len(self._kept) > MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
             return self._kept[folder]
@@ -257,7 +267,11 @@ class Guard:
         """Return the answer to a request that goes no further."""
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("only GET and HEAD", 405, {"Allow": "GET, HEAD"})
-        if not self._is_named(request.headers.get("host", "")):
+        # another site's name may lead here (DNS rebinding); no other site has a number for its name
+        host = _HOST.fullmatch(request.headers.get("host", ""))
+        if host is None or (
+            (host[2] or "").lower() not in self.names and _address(host[1] or host[2]) is None
+        ):
             return PlainTextResponse("this server has another name; use the link that it printed", 421)
         if self.token is None or self._is_token(request.cookies.get(self.cookie, "")):
             return None
@@ -272,17 +286,8 @@ class Guard:
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), (self.token or "").encode())
 
-    def _is_named(self, host: str) -> bool:
-        """Return whether a Host header means this server: another site's name may lead here (DNS rebinding)."""
-        found = _HOST.fullmatch(host)
-        if found is None:
-            return False
-        # no other site has a number for its name
-        return (found[2] or "").lower() in self.names or _address(found[1] or found[2]) is not None
-
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Read an address of IP; None for a name."""
     with suppress(ValueError):
         return ipaddress.ip_address(host)
     return None
@@ -293,8 +298,8 @@ def application(runs: Runs, title: str) -> Starlette:
     pages = Pages()
 
     def listed(names: list[str]) -> tuple[Any, dict]:
-        rows = list(runs.rows().values())
-        return rows, {"rows": rows, "title": title, "every_seconds": FRESH_SECONDS, "address": "/runs.json"}
+        shown = {"rows": list(runs.rows().values()), "num_hidden": runs.num_hidden}
+        return shown, {**shown, "title": title, "every_seconds": FRESH_SECONDS, "address": "/runs.json"}
 
     def opened(names: list[str]) -> tuple[Any, dict]:
         rows, payloads, states = runs.rows(), [], []
@@ -328,10 +333,8 @@ def application(runs: Runs, title: str) -> Starlette:
         return Response(text.encode(errors="replace"), media_type=kind, headers={"ETag": tag})
 
     def asset(request: Request) -> Response:
-        path = request.url.path
-        return Response(
-            page.joined(ASSETS[path]), media_type="text/css" if path.endswith("css") else "text/javascript"
-        )
+        kind = "text/css" if request.url.path.endswith("css") else "text/javascript"
+        return Response(page.joined(ASSETS[request.url.path]), media_type=kind)
 
     pairs = {"/": (listed, "list.js"), "/runs.json": (listed, None)}
     pairs |= {"/show": (opened, "page.js"), "/data.json": (opened, None)}
@@ -366,9 +369,8 @@ def serve(place: str, host: str, port: int) -> None:
         is_loopback = host == "localhost" if number is None else number.is_loopback
         token = None if is_loopback else secrets.token_urlsafe(24)
         shown = here if number and number.is_unspecified else f"[{host}]" if ":" in host else host
-        app = Guard(
-            application(runs, place.rstrip("/")), {"localhost", host.lower(), here.lower()}, token, port
-        )
+        names = {"localhost", host.lower(), here.lower()}
+        app = Guard(application(runs, place.rstrip("/")), names, token, port)
         plain: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off", "proxy_headers": False}
         plain |= {"log_level": "warning", "access_log": False, "server_header": False}
         server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **plain))
@@ -382,7 +384,8 @@ def serve(place: str, host: str, port: int) -> None:
         # serves, and raises the signal that ended it once more: SIGTERM would leave the folder behind.
         signal.signal(signal.SIGINT, end)
         signal.signal(signal.SIGTERM, end)
-        print(f"runs   {several(found, 'run')} in {place}")
+        links = f"; {runs.num_hidden:,} not shown, with links in the folder" if runs.num_hidden else ""
+        print(f"runs   {several(found, 'run')} in {place}{links}")
         print(f"page   http://{shown}:{port}/{f'?token={token}' if token else ''}", flush=True)
         server.run([listener])
     if signal.SIGINT in asked:

@@ -30,7 +30,6 @@ LONGEST_LINE = 2000
 MOST_WAITING = 1000
 """Lines that wait in memory for the run folder; the newest are kept."""
 _START = re.compile(rb"^--- \S+Z .*$", re.MULTILINE)
-"""The first line of each start in a log."""
 
 
 @contextmanager
@@ -135,7 +134,6 @@ class Copied:
         return written
 
     def finish(self) -> None:
-        """Copy the line that has no end yet."""
         if self.begun.strip():
             self.log.add(self.begun)
         self.begun = ""

@@ -81,7 +81,6 @@ def file_state(path: Path) -> tuple[int, int] | None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write one JSON value, indented by two spaces."""
     with replacing(path) as file:
         json.dump(value, file, indent=2, ensure_ascii=False)
         file.write("\n")
@@ -124,7 +123,6 @@ def rows_of(text: str) -> list[dict]:
 
 # torch's zip writer (RuntimeError), and the Rust libraries safetensors and tokenizers.
 _TORCH_WRITER = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs")
-
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -139,32 +137,30 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if (refusal := _disk_error(error, folder)) is None:
+        # The Rust libraries raise errors of their own classes, with the number only in the text.
+        number, told = getattr(error, "errno", None), _RUST_ERROR.search(str(error))
+        if isinstance(error, FileNotFoundError) and not folder.exists():
+            # "no such file" alone would not say that somebody moved the folder
+            refusal = UserError(
+                f"{folder}: was removed or renamed while the run wrote there; what is gone cannot be continued, and a "
+                "renamed folder is continued with --output_dir",
+                on_every_rank=False,
+            )
+        elif isinstance(error, OSError) and number is not None:
+            refusal = file_error(error, folder)
+        elif told:
+            refusal = file_error(OSError(int(told[1]), os.strerror(int(told[1]))), folder)
+        elif not (isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error))):
+            raise
+        # torch's writer does not keep the errno: the free space of the disk gives the reason.
+        elif (free_bytes := shutil.disk_usage(folder).free) < 1e6:
+            refusal = file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
+        else:
+            refusal = UserError(
+                f"{folder}: a checkpoint could not be written ({free_bytes / 1e6:,.0f} MB are free there: a quota, or "
+                "a disk that failed); then type the same command again: it continues from the checkpoint before",
+                on_every_rank=False,
+            )
+        if refusal is None:
             raise
         raise refusal from error
-
-
-def _disk_error(error: Exception, folder: Path) -> UserError | None:
-    # Before the general OSError: "no such file" alone would not say that somebody moved the folder.
-    if isinstance(error, FileNotFoundError) and not folder.exists():
-        return UserError(
-            f"{folder}: was removed or renamed while the run wrote there; what is gone cannot be continued, and a "
-            "renamed folder is continued with --output_dir",
-            on_every_rank=False,
-        )
-    if isinstance(error, OSError) and error.errno is not None:
-        return file_error(error, folder)
-    # The Rust libraries raise errors of their own classes, with the number only in the text.
-    if found := _RUST_ERROR.search(str(error)):
-        return file_error(OSError(int(found[1]), os.strerror(int(found[1]))), folder)
-    if not (isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error))):
-        return None
-    # torch's writer does not keep the errno: the free space of the disk gives the reason.
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < 1e6:
-        return file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
-    return UserError(
-        f"{folder}: a checkpoint could not be written ({free_bytes / 1e6:,.0f} MB are free there: a quota, or a "
-        "disk that failed); then type the same command again: it continues from the checkpoint before",
-        on_every_rank=False,
-    )

@@ -59,7 +59,6 @@ NO_MEMORY = (
     "the machine had no memory left, and the kernel killed a process",
     "give it more memory, or take fewer loader workers, no offload, or less of it in host memory",
 )
-"""What happened, and what to do, if the kernel ended a process."""
 
 OF_DEVICES = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 """Those that are errors of the device, not of a program: memory, links, firmware, a lost GPU (NVIDIA, Xid Errors)."""
@@ -80,20 +79,17 @@ class Fault:
     """UNIX seconds."""
     text: str
     process: int | None = None
-    """The process that the kernel killed for memory."""
 
     @property
     def xid(self) -> int | None:
-        """Return the number of a fault of NVIDIA's driver; None for other lines."""
+        """The number of a fault of NVIDIA's driver; None for other lines."""
         found = _XID.search(self.text)
         return int(found["number"]) if found else None
 
     @property
     def meaning(self) -> tuple[str, str] | None:
-        """Return what happened and what to do; None if the line says it itself."""
-        if self.process is not None:
-            return NO_MEMORY
-        return XIDS.get(self.xid or 0)
+        """What happened and what to do; None if the line says it itself."""
+        return XIDS.get(self.xid or 0) if self.process is None else NO_MEMORY
 
 
 def kernel_faults(since: float, log: Path = LOG, most: int | None = MOST_FAULTS) -> list[Fault]:
@@ -151,8 +147,6 @@ _CONSEQUENCES = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed."""
-
     time: float
     """UNIX seconds, by the clock of its host."""
     rank: int
@@ -170,7 +164,6 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Return whether the error only reports that another rank is gone."""
         return not self.expected and bool(_CONSEQUENCES.search(self.error))
 
     @property
@@ -193,7 +186,14 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
             said = masked(str(error) if expected else f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
             text = masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]
             faults = tuple(asdict(fault) for fault in kernel_faults(began))
-            _keep(run, said, _place(error), text, expected, faults)
+            # the innermost frame that is ours; else the innermost of all
+            frames, where = traceback.extract_tb(error.__traceback__), ""
+            ours = [frame for frame in frames if PACKAGE in Path(frame.filename).parents]
+            if frames:
+                frame = (ours or frames)[-1]
+                name = Path(frame.filename).relative_to(PACKAGE.parent) if ours else frame.filename
+                where = f"{name}:{frame.lineno} in {frame.name}"
+            _keep(run, said, where, text, expected, faults)
         raise
 
 
@@ -226,14 +226,3 @@ def read_failures(run: RunFolder) -> list[Failure]:
     names = {field.name for field in fields(Failure)}
     known = [{name: row[name] for name in names & row.keys()} for row in rows if fits(row, _ROW)]
     return sorted((Failure(**row) for row in known), key=lambda f: f.time)
-
-
-def _place(error: BaseException) -> str:
-    """Return the innermost frame that is ours; else the innermost of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if PACKAGE in Path(frame.filename).parents]
-    if not frames:
-        return ""
-    frame = (ours or frames)[-1]
-    name = Path(frame.filename)
-    return f"{name.relative_to(PACKAGE.parent) if ours else name}:{frame.lineno} in {frame.name}"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from pretraining.outside.files import read_json_value, regular
 
@@ -32,7 +33,6 @@ class HeartbeatRecord:
     beats: int
     """Grows as long as the process runs, even while its main thread waits."""
     machine: str = ""
-    """What `this_machine` returns there."""
     began: int = 0
     """When the process began, in clock ticks since the machine started. The system reuses process ids."""
     moves: int = 0
@@ -65,7 +65,12 @@ class Heartbeat:
 
     def beat(self, number: int) -> None:
         """Write the file anew. Long work that has moved since the last beat counts as progress."""
-        if (work := _work.so_far()) != self._work_seen:
+        work = _work.done
+        # a copy: the main thread may change the list while the watch reads it
+        for folder in list(_work.growing):
+            with suppress(OSError):  # not there yet, or gone
+                work += sum(path.stat().st_size for path in folder.iterdir())
+        if work != self._work_seen:
             self._work_seen = work
             # work of other threads alone is no progress of training
             if _work.waits:
@@ -79,23 +84,8 @@ class Heartbeat:
         self.path.unlink(missing_ok=True)
 
 
-class _Work:
-    """Count what the threads of this process have done, in any unit, and whether the main thread waits for it."""
-
-    def __init__(self):
-        self.waits, self.done, self.growing = 0, 0, []
-
-    def so_far(self) -> int:
-        """Return a number that changes whenever something moves forward."""
-        total = self.done
-        # a copy: the main thread may change the list while the watch reads it
-        for folder in list(self.growing):
-            with suppress(OSError):  # not there yet, or gone
-                total += sum(path.stat().st_size for path in folder.iterdir())
-        return total
-
-
-_work = _Work()
+_work = SimpleNamespace(waits=0, done=0, growing=[])
+"""What the threads of this process have done, in any unit, and whether the main thread waits for it."""
 
 
 def work_done(amount: int = 1) -> None:
@@ -108,9 +98,8 @@ def long_work(growing: Path | None = None) -> Iterator[None]:
     """Mark a block in which the main thread does, or waits for, work that may take longer than the hang limit.
 
     As long as `work_done` is called, this rank makes progress, and so do the ranks that wait for it. Outside such a
-    block, work of other threads is no progress: it may go on although training hangs.
-
-    growing: a folder that a library fills. Its size counts as work done.
+    block, work of other threads is no progress: it may go on although training hangs. growing: a folder that a library
+    fills. Its size counts as work done.
     """
     waits = threading.current_thread() is threading.main_thread()
     _work.waits += waits

@@ -5,7 +5,7 @@ A run that is killed and started again therefore repeats what the journal says.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,11 +69,23 @@ class Journal:
     @property
     def left_out(self) -> list[tuple[int, int]]:
         """The windows [first, last) of the global order that are not trained on: disjoint and sorted."""
-        return merged(row.samples for row in self.rollbacks)
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted(row.samples for row in self.rollbacks):
+            # "<=" also joins windows that only touch
+            if joined and first <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
+            elif last > first:
+                joined.append((first, last))
+        return joined
 
     def position(self, sample: int) -> int:
         """Return the position in the global order of the run's sample number `sample`, both counted from 0."""
-        return position(sample, self.left_out)
+        for first, last in self.left_out:
+            if sample < first:
+                break
+            # jump over this window, and compare the new position with the next one
+            sample += last - first
+        return sample
 
     def overtakes(self, step: int, known_rollbacks: int) -> bool:
         """Return whether a later rollback has discarded the checkpoint after `step` steps.
@@ -84,25 +96,3 @@ class Journal:
 
 
 NOTHING_HEALED = Journal()
-
-
-def merged(windows: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join the windows: the same numbers as disjoint windows [first, last), sorted."""
-    joined: list[tuple[int, int]] = []
-    for first, last in sorted(windows):
-        # "<=" also joins windows that only touch
-        if joined and first <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(last, joined[-1][1]))
-        elif last > first:
-            joined.append((first, last))
-    return joined
-
-
-def position(sample: int, left_out: Sequence[tuple[int, int]]) -> int:
-    """Return the `sample`-th number (from 0) outside the windows `left_out`, which are disjoint and sorted."""
-    for first, last in left_out:
-        if sample < first:
-            break
-        # jump over this window, and compare the new position with the next one
-        sample += last - first
-    return sample

@@ -113,29 +113,13 @@ PATIENCE_SECONDS = 5.0
 
 
 @contextmanager
-def lock_on_each_disk(folder: Path) -> Iterator[Disks]:
-    """Find which ranks see the same run folder, and lock it once on each disk. At the end, remove it if it is empty.
-
-    Raises `UserError`: another process holds the folder. Every rank raises it, and nothing is written.
-    """
-    locks: list[TextIO] = []  # one on the first rank of each disk, none on the others
-    disks = find_disks(folder)
-    try:
-        together(lambda: locks.append(lock_folder(folder)) if disks.is_first else None)
-        yield disks
-    finally:
-        for lock in locks:
-            _release(lock, folder)
-
-
-@contextmanager
 def lock_idle_run(folder: Path) -> Iterator[None]:
     """Lock an existing run folder, in one process, so that no run begins there; `UserError` if a run holds it."""
     lock = lock_folder(folder, patience_seconds=0)
     try:
         yield
     finally:
-        _release(lock, folder)
+        release(lock, folder)
 
 
 def holder_of(folder: Path) -> str | None:
@@ -179,7 +163,6 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
 
 
 def move_lock(folder: Path, new_folder: Path) -> None:
-    """Make `new_folder` and move the lock there."""
     new_folder.mkdir()
     # flock is on the open file, not on its name, so a rename keeps it
     (folder / LOCK).rename(new_folder / LOCK)
@@ -208,7 +191,8 @@ def _holder(path: Path) -> str | None:
         return None
 
 
-def _release(lock: TextIO, folder: Path) -> None:
+def release(lock: TextIO, folder: Path) -> None:
+    """Release the lock, and remove the folder if it is empty."""
     # before closing: else this could remove a file that the next holder has just locked
     (folder / LOCK).unlink(missing_ok=True)
     lock.close()

@@ -49,7 +49,6 @@ def lower_is_better(metric: str) -> bool:
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Return whether a validation's `value` is better than another."""
     # A comparison with NaN is false: a NaN beats nothing.
     return value < than if lower_is_better(metric) else value > than
 

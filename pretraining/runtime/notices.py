@@ -64,7 +64,6 @@ LONGEST_END_SECONDS = 20.0
 """What the end of a run waits for its last notices."""
 MOST_WAITING = 100
 _VARIABLE = re.compile(r"\$\{?(\w+)")
-"""A variable in a command."""
 STARTED_TOGETHER_SECONDS = 2.0
 """Ranks that fail for one reason fail within this time: one of them reports it."""
 
@@ -109,23 +108,22 @@ class Notices:
         while True:
             notice = self._waiting.get()
             for way, send in self.ways.items():
-                self._send(way, send, notice)
+                of = {"of": notice["event"], "by": way}
+                for attempt in range(1, ATTEMPTS + 1):
+                    try:
+                        send(notice)
+                    except Failed as failure:
+                        reason = " ".join(str(failure).split())[:300]
+                    except Exception as error:  # whatever it is, training goes on
+                        reason = type(error).__name__
+                    else:
+                        self._note("notified", **of, attempts=attempt)
+                        break
+                    if attempt < ATTEMPTS:
+                        time.sleep(PAUSE_SECONDS * 4 ** (attempt - 1))
+                else:
+                    self._note("notify_failed", **of, attempts=ATTEMPTS, reason=reason)
             self._waiting.task_done()
-
-    def _send(self, way: str, send: Callable[[dict], None], notice: dict) -> None:
-        of = {"of": notice["event"], "by": way}
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                send(notice)
-            except Failed as failure:
-                reason = " ".join(str(failure).split())[:300]
-            except Exception as error:  # whatever it is, training goes on
-                reason = type(error).__name__
-            else:
-                return self._note("notified", **of, attempts=attempt)
-            if attempt < ATTEMPTS:
-                time.sleep(PAUSE_SECONDS * 4 ** (attempt - 1))
-        self._note("notify_failed", **of, attempts=ATTEMPTS, reason=reason)
 
     def _note(self, kind: str, **details: object) -> None:
         # the folder may be gone, or its disk full: that is not ours to report

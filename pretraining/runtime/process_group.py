@@ -10,15 +10,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import SILENT_SECONDS, UserError, file_error
 
-# At run time each function imports torch itself: a look at a run folder asks for the rank too, and must not wait.
 if TYPE_CHECKING:
     import torch.distributed as dist
+else:
+
+    class _Distributed:
+        """`torch.distributed`, imported when it is used: a look at a run folder must not wait for torch."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch.distributed
+
+            return getattr(torch.distributed, name)
+
+    dist = _Distributed()
 
 Answer = TypeVar("Answer")
 
@@ -37,8 +47,6 @@ def keep_store(store: dist.Store) -> None:
 
 def rank_and_world_size() -> tuple[int, int]:
     """Return (rank, number of ranks); (0, 1) for a process without a group."""
-    import torch.distributed as dist
-
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -54,8 +62,6 @@ def from_rank_0(decide: Callable[[], Answer]) -> Answer:
     If rank 0 raises a `UserError`, or cannot use a file, every rank raises a `UserError`. A process without a group
     decides for itself.
     """
-    import torch.distributed as dist
-
     if not dist.is_initialized() or _decides_alone:
         return decide()
     # the others wait in the broadcast, so rank 0 must reach it after an error too
@@ -80,8 +86,6 @@ def _outcome(act: Callable[[], Answer]) -> tuple[Answer | None, str | None]:
 
 def from_rank(source: int, value: Answer) -> Answer:
     """Return on every rank the `value` that the rank `source` gives."""
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         return value
     answer = [value]
@@ -102,8 +106,6 @@ def deciding_alone() -> Iterator[None]:
 
 def gather_from_ranks(value: Answer, group: dist.ProcessGroup | None = None) -> list[Answer]:
     """Return every rank's `value` in the order of the ranks, on every rank; [value] without a group."""
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     answers: list = [None] * dist.get_world_size()
@@ -217,12 +219,8 @@ def host_group() -> dist.ProcessGroup | None:
 
     There is one, because in each every rank has an open connection to every other one. Only main threads may use it:
     they come to the same places in the same order, but what two threads of a rank send would mix. Threads send
-    `Messages`.
-
-    Returns None if the default group is such a group, or if there is no default group.
+    `Messages`. Returns None if the default group is such a group, or if there is no default group.
     """
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_backend() == "gloo":
         return None
     if dist.group.WORLD not in _beside:
@@ -237,8 +235,6 @@ def own_group(ranks: Iterable[int]) -> dist.ProcessGroup | None:
     the default group, as in a `DeviceMesh`, which would make groups of every other dimension too. `new_group` would
     split it once for each, with all ranks.
     """
-    import torch.distributed as dist
-
     members, rank = sorted(ranks), dist.get_rank()
     # what torch asks of a group that is to be split; in DETAIL it wraps groups, and those cannot be
     if dist.group.WORLD.bound_device_id is not None and dist.get_debug_level() != dist.DebugLevel.DETAIL:
@@ -254,7 +250,6 @@ def largest_over_ranks(value: int) -> int:
     It costs the latency of the slowest link.
     """
     import torch
-    import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
@@ -267,7 +262,6 @@ def largest_over_ranks(value: int) -> int:
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Add up the ranks' values, element by element, in fp64. A collective that waits for the device."""
     import torch
-    import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [float(value) for value in values]
@@ -288,12 +282,11 @@ class Messages:
         self._subject = subject
 
     def send(self, name: str, content: bytes) -> None:
-        """Leave a message under a name, in place of an older one."""
-        self._store.set(self._key(name), content)
+        self._store.set(name, content)
 
     def read(self, name: str) -> bytes | None:
         """Return the message of a name; None if there is none."""
-        return self._store.get(self._key(name)) if self._store.check([self._key(name)]) else None
+        return self._store.get(name) if self._store.check([name]) else None
 
     def take(self, name: str) -> bytes | None:
         """Do what `read` does, and remove the message: for the only rank that reads it."""
@@ -302,14 +295,11 @@ class Messages:
         return content
 
     def remove(self, name: str) -> None:
-        self._store.delete_key(self._key(name))
-
-    def _key(self, name: str) -> str:
-        return f"pretraining/{self._subject}/{name}"
+        self._store.delete_key(name)
 
     @cached_property
     def _store(self) -> dist.Store:
-        return _store[0].clone()
+        return dist.PrefixStore(f"pretraining/{self._subject}", _store[0].clone())
 
 
 @dataclass(frozen=True)
@@ -356,13 +346,10 @@ class RankGroups:
 
 
 ALONE = RankGroups()
-"""A single process."""
 
 
 def rank_groups(degrees: Degrees) -> RankGroups:
     """Return where this process is, and make the groups when first asked; all ranks must ask alike."""
-    import torch.distributed as dist
-
     world = id(dist.group.WORLD) if dist.is_initialized() else 0
     return _rank_groups(degrees, world)
 

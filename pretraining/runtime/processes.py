@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -44,7 +45,11 @@ class SignalListener:
         # Python runs handlers between two instructions of the main thread, which may wait in a collective for minutes.
         # The pipe is written to at once, and a thread reads it.
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
+        # Around a fork the signals are blocked: the new process gets them once `_forget` is done.
+        hold, release = (
+            partial(signal.pthread_sigmask, how, ASKING) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
+        )
+        os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_forget)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def _listen(self) -> None:
@@ -88,15 +93,6 @@ def _wake_the_listener(number, frame) -> None:
     """Do nothing. Only a signal with a handler of Python's wakes the listener, through the pipe."""
 
 
-def _hold() -> None:
-    """Block the signals around a fork. The new process gets them once `_forget` is done."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
-
-
-def _release() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
-
-
 def _forget() -> None:
     """Restore the default handlers in a forked process, which must not write into its parent's pipe."""
     # the hooks of `register_at_fork` stay for ever, even if another handler has replaced ours
@@ -104,7 +100,7 @@ def _forget() -> None:
         signal.set_wakeup_fd(-1)
         for number in ASKING:
             signal.signal(number, signal.SIG_DFL)
-    _release()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 
 
 LINES_KEPT = 20
@@ -122,10 +118,9 @@ class CommandEnded(Exception):
 def call(command: list[str], captured: bool = False, show: Callable[[str], None] | None = None) -> str:
     """Run a command to its end; a signal that asks this process to stop is passed on to the command.
 
-    captured: return its stdout instead of showing it.
-    show: gets each line of its stdout and stderr; None: they are those of this process, with bars that move.
-
-    Raises `CommandEnded`: with the command's exit code, and its last lines of stderr if `show` is given.
+    captured: return its stdout instead of showing it. show: gets each line of its stdout and stderr; None: they are
+    those of this process, with bars that move. Raises `CommandEnded` with the command's exit code, and its last lines
+    of stderr if `show` is given.
     """
     process = subprocess.Popen(
         command,
@@ -139,10 +134,6 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
         start_new_session=True,
     )
 
-    def pass_on(number: int, frame: object) -> None:
-        if process.poll() is None:
-            process.send_signal(number)
-
     def read(lines: IO[str] | None, last: deque[str]) -> None:
         for line in lines or ():
             last.append(line)
@@ -151,7 +142,8 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
     last: deque[str] = deque(maxlen=LINES_KEPT)
     with handlers_kept() as may_set:
         for number in ASKING if may_set else ():
-            signal.signal(number, pass_on)
+            # `send_signal` looks first whether the command has ended
+            signal.signal(number, lambda number, frame: process.send_signal(number))
         reader = threading.Thread(target=read, args=(process.stderr, last), daemon=True)
         reader.start()
         answer = process.stdout.read() if captured else ""
@@ -165,7 +157,6 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
 
 
 def error_line(lines: Iterable[str]) -> str | None:
-    """Find the error that a command has reported last in one line."""
     errors = [line.removeprefix("error: ").strip() for line in lines if line.startswith("error: ")]
     return errors[-1] if errors else None
 

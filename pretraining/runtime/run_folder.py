@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.outside.masking import masked_in
@@ -17,8 +17,8 @@ from pretraining.recipe.curve import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.durable_files import append_row, read_rows, replacing
 from pretraining.runtime.installation import IS_WHEEL, REPOSITORY
-from pretraining.runtime.lock import lock_on_each_disk
-from pretraining.runtime.process_group import ONE_DISK
+from pretraining.runtime.lock import find_disks, lock_folder, release
+from pretraining.runtime.process_group import ONE_DISK, together
 from pretraining.schema import fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
@@ -66,7 +66,6 @@ class RunFolder:
         self.has_begun = False
         """Whether the run of this process has begun to write here."""
         self.at_beginning: list[Callable[[], None]] = []
-        """Called when it begins."""
         self.at_failure: list[Callable[[], None]] = []
         """Called once it is written how this rank failed."""
 
@@ -97,9 +96,19 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other runs out of this folder, and find which ranks see it; a `UserError` on all if one holds it."""
-        with lock_on_each_disk(self.path) as self.disks:
+        """Find which ranks see this folder, and keep other runs out, by a lock on each disk.
+
+        Raises `UserError`: another process holds it. Every rank raises it, and nothing is written.
+        """
+        locks: list[TextIO] = []  # one on the first rank of each disk, none on the others
+        disks = find_disks(self.path)
+        try:
+            together(lambda: locks.append(lock_folder(self.path)) if disks.is_first else None)
+            self.disks = disks
             yield
+        finally:
+            for lock in locks:
+                release(lock, self.path)
 
     def is_finished(self, recipe: dict) -> bool:
         """Return whether this folder holds the finished run of this recipe, so that nothing is left to do.
@@ -175,11 +184,8 @@ def results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
     # a recipe from before a key means its default
     evaluation = Evaluation.of(recipe.get("evaluation", {}))
-    return {
-        **curve_parts(recipe),
-        "evaluation": evaluation,
-        **{key: recipe.get(key) for key in ("name", "data")},
-    }
+    named = {key: recipe.get(key) for key in ("name", "data")}
+    return {**curve_parts(recipe), "evaluation": evaluation, **named}
 
 
 def utc_now() -> str:
@@ -256,13 +262,11 @@ def keep_past_rows(
     log_history: the checkpoint's. of_validation: whether a row belongs to the validation after its step.
     """
     # one that was cut short is measured again
-    validated = is_validated(step, log_history)
-
-    def stays(row: dict) -> bool:
+    validated, kept = is_validated(step, log_history), []
+    for row in read_rows(path):
         made = row.get("step", 0)
-        return made < step or (made == step and (validated or not of_validation(row)))
-
-    kept = [row for row in read_rows(path) if stays(row)]
+        if made < step or (made == step and (validated or not of_validation(row))):
+            kept.append(row)
     if path.exists():
         with replacing(path) as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
@@ -270,12 +274,11 @@ def keep_past_rows(
 
 
 def is_validated(step: int, log_history: list[dict]) -> bool:
-    """Return whether the Trainer's history has the validation after a step."""
     return any("eval_loss" in row and row["step"] == step for row in log_history)
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Return {package: its version, None if it is not installed}."""
+    """Return {package: its version; None: not installed}."""
     versions: dict[str, str | None] = dict.fromkeys(packages)
     for name in versions:
         with suppress(PackageNotFoundError):
@@ -298,7 +301,6 @@ def describe_environment(device: str, world_size: int) -> dict:
 
 
 def trained_on_processor(environment: dict) -> bool:
-    """Return whether the run of this environment.json had no GPU."""
     return str(environment.get("device", "")).startswith("CPU")
 
 

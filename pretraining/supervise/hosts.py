@@ -73,7 +73,6 @@ def end_what_is_left(folder: Path, seconds: float | None = None) -> bool:
 
 
 def told_code(folder: Path) -> int | None:
-    """Return the exit code that a rank of this machine has told; None if none has."""
     told = folder / "exit_code"
     return int(told.read_text()) if told.exists() else None
 
@@ -125,7 +124,15 @@ class HostfileCommand:
         """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
         options, chosen = self.options, {}
         slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
-        for host, numbers in _named(options.include or options.exclude, options.hostfile).items():
+        # `beta@gamma:0,2`; no numbers: all
+        typed = options.include or options.exclude
+        parts = [part.partition(":") for part in typed.split("@") if part]
+        try:
+            named = {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
+        except ValueError:
+            what = f"{typed!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
+            raise UserError(f"{options.hostfile}: {what}") from None
+        for host, numbers in named.items():
             if host not in slots:
                 raise UserError(f"{options.hostfile}: it has no host {host}, which the command names")
             if options.include:
@@ -168,7 +175,6 @@ class Hosts:
     folder: Path
     agents: dict[str, subprocess.Popen] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    """Hosts that do not answer."""
     codes: dict[str, int] = field(default_factory=dict)
     """{host: the exit code that one of its ranks told}, after `end`."""
 
@@ -198,7 +204,6 @@ class Hosts:
                 self.missing.append(host)
 
     def words(self) -> list[str]:
-        """Return the command for the hosts that answer."""
         slots = {host: numbers for host, numbers in self._slots.items() if host in self.agents}
         self._first = next(iter(slots))
         return self.command.on(slots)
@@ -287,16 +292,6 @@ def _hosts_in(path: Path) -> dict[str, int]:
             raise UserError(f"{path}: line {number}: no host has so many GPUs: {line[:80]}")
         slots[match[1]] = int(match[2])
     return slots
-
-
-def _named(text: str, hostfile: str) -> dict[str, list[int]]:
-    """Read `beta@gamma:0,2` as {host: numbers}; no numbers: all."""
-    parts = [part.partition(":") for part in text.split("@") if part]
-    try:
-        return {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
-    except ValueError:
-        what = f"{text!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
-        raise UserError(f"{hostfile}: {what}") from None
 
 
 class _Parser(argparse.ArgumentParser):

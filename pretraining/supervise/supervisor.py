@@ -79,10 +79,6 @@ def main(arguments: list[str] | None = None) -> int:
                 return code
 
 
-READ: dict = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-"""How a command is started whose lines are read."""
-
-
 class Supervisor:
     """One run, which is started as often as needed.
 
@@ -124,8 +120,14 @@ class Supervisor:
         self._hosts = hosts = Hosts(hosted, self.folder)
         try:
             hosts.reach()
-            if not self._enough(hosts):
+            answer, file = len(hosts.agents), hosted.options.hostfile
+            least = answer + len(hosts.missing) if self.min_hosts is None else self.min_hosts
+            gone = f"no answer through ssh from {', '.join(hosts.missing)}"
+            if hosts.missing and answer < max(1, least):
+                _say(f"{gone}; mend this, edit {file} (each start reads it), or allow fewer by --min_hosts")
                 return CRASH
+            if hosts.missing:
+                _say(f"{gone}; starting on {', '.join(hosts.agents)}")
             if self.asked:  # while the hosts were reached
                 return STOPPED
             variables = {**names, **hosts.variables({**names, **self._variables})}
@@ -152,27 +154,20 @@ class Supervisor:
             _say("the meeting of the last start stays over; meeting by the next --rdzv_id")
         return command
 
-    def _enough(self, hosts: Hosts) -> bool:
-        """Return whether enough hosts answer for a start; report what is missing."""
-        if not hosts.missing:
-            return True
-        answer, file = len(hosts.agents), hosts.command.options.hostfile
-        least = answer + len(hosts.missing) if self.min_hosts is None else self.min_hosts
-        gone = f"no answer through ssh from {', '.join(hosts.missing)}"
-        if answer >= max(1, least):
-            _say(f"{gone}; starting on {', '.join(hosts.agents)}")
-            return True
-        _say(f"{gone}; mend this, edit {file} (each start reads it), or allow fewer by --min_hosts")
-        return False
-
     def _run_launcher(self, command: list[str], variables: dict[str, str]) -> int:
         try:
+            pipes: dict = {
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "text": True,
+                "errors": "replace",
+            }
             # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
             launcher = subprocess.Popen(
                 command,
                 env={MEET_ANEW: "1", **os.environ, **variables, **self._variables},
                 start_new_session=True,
-                **({} if self._read is None else READ),
+                **({} if self._read is None else pipes),
             )
         except OSError as error:
             raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from error
@@ -201,17 +196,16 @@ class Supervisor:
 
     def _ask(self, number: int, frame) -> None:
         """Pass the first request on to the ranks by a file; on a second one, seconds later, kill them."""
-        if not self.asked:
+        first, hosts = not self.asked, self._hosts
+        if first:
             self.asked, self._asked_at = True, time.monotonic()
             (self.folder / "STOP").touch()
-            self._send("stop")
-        elif time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS:
-            self._send("kill")
+        elif time.monotonic() - self._asked_at <= SAME_REQUEST_SECONDS:
+            return
+        if hosts is not None:
+            hosts.send("stop" if first else "kill")
+        if not first:
             kill_all(self.folder)
-
-    def _send(self, word: str) -> None:
-        if self._hosts is not None:
-            self._hosts.send(word)
 
 
 def _say(line: str) -> None:

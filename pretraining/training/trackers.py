@@ -12,14 +12,12 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
 from pretraining.recipe.sections import Prometheus
+from pretraining.recipe.training import TRACKER_PACKAGES
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.operations import OPERATIONS, numbers_of
 from pretraining.upstream.transformers import name_logs_by
-
-# tracker -> the package that provides it, if it has another name
-PACKAGES = {"prometheus": "prometheus_client", "opentelemetry": "opentelemetry-exporter-otlp-proto-http"}
 
 # tracker -> the variable that names its folder, which is set inside the run folder
 FOLDERS = {"tensorboard": "TENSORBOARD_LOGGING_DIR", "trackio": "TRACKIO_DIR"}
@@ -62,7 +60,7 @@ def build_trackers(
             else:
                 callback = get_reporting_integration_callbacks([name])[0]()
         except (ImportError, RuntimeError) as error:
-            package = PACKAGES.get(name, name)
+            package = TRACKER_PACKAGES.get(name, name)
             raise UserError(
                 f"training.report_to: the tracker {name!r} needs the package {package}, which is not installed; "
                 f"pip install {package}, or leave it out with --set training.report_to=none"

@@ -165,7 +165,7 @@ class PretrainingTrainer(OpenTrainer):
             result = super().train(*args, **kwargs)
         except Exception:
             if self.checkpoints:
-                self.checkpoints.wait_for_marker()  # written behind training; the process ends with it
+                self.checkpoints.writer.wait_for_marker()  # written behind training; the process ends with it
             raise
         self._leave_if_stopped()
         return result

@@ -23,6 +23,7 @@ from pretraining.checkpoints.resume import changes_since, record_changes, record
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.curve import BEFORE_THE_KEY, OURS, changed_parts, check_allowed
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.checkpoint_damage import damaged, judged_rightly
@@ -114,12 +115,15 @@ KEPT = [
     for step, score in SCORES.items()
 ]
 RULES = {
-    "the last": (Retention(2), {8, 10}),
-    "all": (Retention(None), {2, 4, 6, 8, 10}),
-    "the best by validation loss": (Retention(1, keep_best=2), {4, 10}),
-    "the best are more": (Retention(1, keep_best=3), {2, 4, 10}),
-    "the best by a score": (Retention(1, keep_best=1, metric="hellaswag/acc_norm"), {2, 10}),
-    "every fourth step": (Retention(1, keep_every=4), {4, 8, 10}),
+    "the last": (Retention(Checkpoints(keep_last=2)), {8, 10}),
+    "all": (Retention(Checkpoints(keep_last=None)), {2, 4, 6, 8, 10}),
+    "the best by validation loss": (Retention(Checkpoints(keep_last=1, keep_best=2)), {4, 10}),
+    "the best are more": (Retention(Checkpoints(keep_last=1, keep_best=3)), {2, 4, 10}),
+    "the best by a score": (
+        Retention(Checkpoints(keep_last=1, keep_best=1), metric="hellaswag/acc_norm"),
+        {2, 10},
+    ),
+    "every fourth step": (Retention(Checkpoints(keep_last=1, keep_every=4)), {4, 8, 10}),
 }
 
 
@@ -163,7 +167,7 @@ def demote_by_copy(run: RunFolder, checkpoint: Path, folder: Path) -> bool:
 
 def test_retention_may_be_killed_anywhere(run, tmp_path):
     """Before each change that it makes: what is committed is whole, and the next call finishes the work."""
-    rule = Retention(1, demote=demote_by_copy)
+    rule = Retention(Checkpoints(keep_last=1), demote=demote_by_copy)
     for call in range(1000):
         copy = RunFolder(shutil.copytree(run.path, tmp_path / f"copy-{call}"))
         done = killed_at(call, lambda copy=copy: rule.apply(copy))

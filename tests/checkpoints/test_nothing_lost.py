@@ -12,6 +12,7 @@ from pretraining.checkpoints.choosing import choose_checkpoint
 from pretraining.checkpoints.folders import step_of
 from pretraining.checkpoints.format import read_marker, write_marker
 from pretraining.errors import UserError
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from tests.gear.runs import Run, bytes_of, committed, completed, contents, execute, start_and_kill
@@ -172,9 +173,9 @@ def test_an_old_checkpoint_goes_only_after_a_new_one_is_committed(saved, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(format, "write_marker", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
-            save(saved, 12, Retention(keep_last=1))
+            save(saved, 12, Retention(Checkpoints(keep_last=1)))
     assert committed(saved.path) == ["checkpoint-8", "checkpoint-4"]
-    save(saved, 16, Retention(keep_last=1))
+    save(saved, 16, Retention(Checkpoints(keep_last=1)))
     assert committed(saved.path) == ["checkpoint-16"]
 
 

@@ -37,6 +37,7 @@ from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder, utc_now
@@ -263,7 +264,7 @@ def test_the_store_keeps_what_the_rule_keeps_after_a_lost_disk(tmp_path, store):
     run = fetched(tmp_path, store)
     shutil.rmtree(run.checkpoint(5))
     commit(run, 5, ranks=2, metrics={"eval_loss": 6.0})
-    send(run, store, run.checkpoint(5), commit(run, 6), rule=Retention(keep_last=2, keep_best=1))
+    send(run, store, run.checkpoint(5), commit(run, 6), rule=Retention(Checkpoints(keep_last=2, keep_best=1)))
     assert "upload_failed" not in events(run)
     there = RemoteRun(store, NAME)
     assert there.checkpoints() == [

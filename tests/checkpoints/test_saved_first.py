@@ -8,6 +8,7 @@ import pytest
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.folders import Retention
 from pretraining.checkpoints.format import MARKER, commit_checkpoint, read_marker
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import REPOSITORY, Run, committed, completed, execute, start_and_kill
 from tests.gear.scored_tasks import write_items
@@ -101,7 +102,7 @@ def test_no_better_checkpoint_goes_before_the_new_one_is_measured(tmp_path, back
     writer = CheckpointWriter(
         run,
         commit_checkpoint,
-        after_commit=lambda: Retention(1, 1).apply(run),
+        after_commit=lambda: Retention(Checkpoints(keep_last=1, keep_best=1)).apply(run),
         on_committed=uploaded.append,
         background=background,
     )

@@ -23,6 +23,7 @@ from pretraining.checkpoints.shard_files import CheckpointReader, fetch_nothing
 from pretraining.checkpoints.upload import Uploader
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.heartbeat import Heartbeat, read_place
 from pretraining.runtime.process_group import gather_from_ranks
@@ -48,7 +49,7 @@ class Rank:
         self.remote = RemoteRun(self.store, "run")
 
     def save(self, *steps: int, keep_last: int = 2) -> None:
-        retention = Retention(keep_last)
+        retention = Retention(Checkpoints(keep_last=keep_last))
         writer = CheckpointWriter(self.run, commit_checkpoint, after_commit=lambda: retention.apply(self.run))
         for step in steps:
             marker = {"step": step, "ranks": RANKS, "zero_stage": 2, "rollbacks": 0, "metrics": {}}

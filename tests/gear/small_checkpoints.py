@@ -13,6 +13,7 @@ from pretraining.checkpoints.format import (
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.run_folder import RunFolder
 
 SPLIT = {"documents": 1, "tokens": 1000}
@@ -41,5 +42,5 @@ def save(
         (folder / name).write_text(f"{name} after {step} steps")
     write_receipt(folder, 0, 1, {name: file_entry(folder / name) for name in names})
     commit_checkpoint(folder, (identity or identity_of()).marker_at(step, [{"step": step, **metrics}]))
-    (retention or Retention(None)).apply(run)
+    (retention or Retention(Checkpoints(keep_last=None))).apply(run)
     return folder

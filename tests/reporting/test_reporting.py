@@ -26,7 +26,7 @@ from pretraining.reporting.analysis import (
     report_end,
     sentences,
     spike_rows,
-    track_record_of,
+    track_record_beside,
 )
 from pretraining.reporting.live import LAST, live_report, set_priority
 from pretraining.reporting.page import (
@@ -494,7 +494,7 @@ def test_forecasts_are_judged_by_the_finished_runs_beside_them(tmp_path, capsys)
     run = made_run(tmp_path / "now", noisy_law(200), budget=400_000, report={"target_loss": 1.0})
     assert abs(half_fit_error(RunRecord(tmp_path / "kept"))) < 0.02
     assert 0.2 < half_fit_error(RunRecord(tmp_path / "fell")) < 0.35
-    assert len(track_record_of(tmp_path, but=run.path)) == 2
+    assert len(track_record_beside(run.path)) == 2
     main(["analyze", str(run.path)])
     told = capsys.readouterr().out
     assert "power law" in told and "2 finished runs" in told and "heading above it" in told

@@ -54,7 +54,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A thousand small runs, one with markup in its name, one of a sweep, and links that lead out of the folder."""
+    """A thousand small runs, one with markup in its name, one of a sweep; links that lead out of it; no run at all."""
     outside = tmp_path_factory.mktemp("outside")
     made_run(outside / "elsewhere", noisy_law(20), description=SECRET)
     (outside / "secret.txt").write_text(SECRET)
@@ -71,6 +71,9 @@ def folder(tmp_path_factory):
     (runs / "linked").symlink_to(outside / "elsewhere")
     spoiled = made_run(runs / "spoiled", noisy_law(20))
     spoiled.console_log.symlink_to(outside / "secret.txt")
+    (runs / "garbage").mkdir()
+    (runs / "garbage" / "events.jsonl").write_bytes(b"\x00\xff[1]\n")
+    (runs / "garbage" / "metrics.jsonl").write_text("{}\nno row\n")
     return runs
 
 
@@ -83,7 +86,8 @@ def server(folder):
 
 def test_a_thousand_runs_are_listed_by_the_ends_of_their_files(server, folder):
     """State, step, loss and share of each; a run of a sweep by its place; what has not changed is not sent again."""
-    assert server.said.split() == ["runs", f"{RUNS + 2:,}", "runs", "in", str(folder)]
+    hidden = "not shown, with links in the folder"
+    assert server.said.split(maxsplit=1) == ["runs", f"{RUNS + 2:,} runs in {folder}; 1 {hidden}\n"]
     rows = server.listed()
     assert len(rows) == RUNS + 2 and rows["sweep/point-1"]["state"] == "finished"
     assert rows["run-0500"]["last"]["train/loss"] == 8.5 and rows["run-0500"]["at_step"] == 19
@@ -107,6 +111,7 @@ NAMES = (
     "/etc",
     "linked",
     "spoiled",
+    "garbage",
     "./run-0001",
     "run-0001/",
 )
@@ -239,6 +244,7 @@ def test_the_list_and_the_pages_stay_fresh_in_a_browser(server, folder, browser)
     page.wait_for_selector(DRAWN)
     rows = page.locator("#runs tbody tr")
     assert rows.count() == RUNS + 2 and page.locator("main img, main script").count() == 0
+    assert "; 1 not shown, with links in the folder" in page.locator("#runs .head").inner_text()
     page.get_by_label("filter").fill("onerror")
     assert rows.count() == 1 and IMAGE in rows.inner_text() and SCRIPT[:40] in rows.inner_text()
     page.get_by_label(f"choose {IMAGE}").check()

@@ -72,26 +72,19 @@ def test_a_webhook_gets_what_the_recipe_asks_for(tmp_path, server):
     assert "sesame" not in run.events.read_text() and not run.listeners
 
 
-def test_a_command_is_no_rank(tmp_path, monkeypatch):
-    """The exit code that a supervisor reads is the run's: a command of ours in a notice must not write its own."""
+def test_a_command_gets_the_notice_and_is_no_rank(tmp_path, monkeypatch):
+    """On its standard input and as variables; the exit code that a supervisor reads is the run's, and not its own."""
     for name in OF_RANKS:
         monkeypatch.setenv(name, "0")
     run = RunFolder(tmp_path / "run")
-    with notices(run, "small", Notify(on=["finished"], command='env > "$PRETRAINING_FOLDER/variables"')):
-        run.add_event("end", eval_loss=3.0)
-    names = {line.partition("=")[0] for line in (run.path / "variables").read_text().splitlines()}
-    assert "PRETRAINING_RUN" in names and not names & set(OF_RANKS)
-
-
-def test_a_command_gets_the_notice(tmp_path):
-    """On its standard input and as variables; a rollback with its words."""
-    run = RunFolder(tmp_path / "run")
-    command = 'cat > "$PRETRAINING_FOLDER/notice.json"; echo "$PRETRAINING_EVENT of $PRETRAINING_RUN" >> %s'
-    with notices(run, "small", Notify(on=["rollback"], command=command % (tmp_path / "said"))):
+    command = 'cat > "$PRETRAINING_FOLDER/notice.json"; env > %s'
+    with notices(run, "small", Notify(on=["rollback"], command=command % (tmp_path / "variables"))):
         run.add_event("rollback", step=9, to_step=4, rollback=1, of=3, why="a spike")
     notice = json.loads((run.path / "notice.json").read_text())
     assert notice["message"].startswith("small rolled back to step 4 (1 of 3): a spike (")
-    assert (tmp_path / "said").read_text() == "rollback of small\n"
+    lines = (tmp_path / "variables").read_text().splitlines()
+    assert {"PRETRAINING_EVENT=rollback", "PRETRAINING_RUN=small"} <= set(lines)
+    assert not {line.partition("=")[0] for line in lines} & set(OF_RANKS)
     assert journalled(run) == [{"event": "notified", "of": "rollback", "by": "command", "attempts": 1}]
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from pretraining.errors import UserError
 from pretraining.recipe.sections import LowUse, Prometheus
+from pretraining.recipe.training import TRACKER_PACKAGES
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.notices import EVENTS, notice_of
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training import operations
 from pretraining.training.operations import OPERATIONS
 from pretraining.training.throughput import UseWatch
-from pretraining.training.trackers import PACKAGES, build_trackers
+from pretraining.training.trackers import build_trackers
 from tests.gear.runs import Run, Started, free_port
 from tests.gear.served import Served
 
@@ -201,10 +202,10 @@ def test_a_missing_library_is_one_line_at_the_start(tmp_path, monkeypatch, name)
     module = (
         "opentelemetry.exporter.otlp.proto.http.metric_exporter"
         if name == "opentelemetry"
-        else PACKAGES[name]
+        else TRACKER_PACKAGES[name]
     )
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=f"{name}.*pip install {PACKAGES[name]}, or"):
+    with pytest.raises(UserError, match=f"{name}.*pip install {TRACKER_PACKAGES[name]}, or"):
         build_trackers(name, RunFolder(tmp_path / "run"), "small")
     assert not (tmp_path / "run").exists()
 

@@ -50,7 +50,8 @@ const list = () => {
   const rows = runs.map((run) => [box(run), ...COLUMNS.map(([label, key, show]) => label === "run" ?
     el("div", {}, show(key(run), run), el("div", { class: "soft small about" }, run.description)) : show(key(run), run))]);
   shown.replaceChildren(table(["", ...heads], rows, COLUMNS.map((_, i) => i + 1).slice(2)));
-  count.textContent = `${whole(runs.length)} of ${whole(data.rows.length)} runs`;
+  const hidden = data.num_hidden ? `; ${whole(data.num_hidden)} not shown, with links in the folder` : "";
+  count.textContent = `${whole(runs.length)} of ${whole(data.rows.length)} runs${hidden}`;
   tools();
 };
 

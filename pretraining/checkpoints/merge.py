@@ -1,0 +1,220 @@
+"""Average the weights of several checkpoints of a run, and find the run and the checkpoints that a command means."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from pretraining.checkpoints.folders import (
+    COMMITTED,
+    WEIGHTS_ONLY,
+    catalogue,
+    committed_checkpoints,
+    damage,
+    step_in,
+    step_in_name,
+)
+from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.remote import RemoteRun
+from pretraining.command_line import (
+    add_data_source,
+    add_trust,
+    not_negative_integer,
+    not_negative_number,
+    positive_integer,
+)
+from pretraining.errors import UserError
+from pretraining.outside.addresses import is_remote
+from pretraining.runtime.imports import prepare_imports
+from pretraining.runtime.processes import CommandEnded, call
+from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.table import Column, write_table
+
+
+def add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False, or_address: bool = False) -> None:
+    what = "a run folder, or one checkpoint in it" if or_checkpoint else "a run folder"
+    what += "; also its address in a store" if or_address else ""
+    kind = (lambda text: text if is_remote(text) else Path(text)) if or_address else Path
+    parser.add_argument("run", type=kind, metavar="RUN", help=what)
+
+
+def add_step(parser: argparse.ArgumentParser, which: str) -> None:
+    parser.add_argument("--step", type=not_negative_integer, metavar="N", help=f"that checkpoint ({which})")
+
+
+def run_of(folder: Path) -> RunFolder:
+    """Return the run in a folder; `UserError` if there is none."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name a run folder, as runs/tiny")
+    run = RunFolder(folder)
+    if not run.recipe.exists() and not any(folder.glob("checkpoint-*")):
+        raise UserError(f"{folder}: no run folder (no recipe.json, no checkpoint-*)")
+    return run
+
+
+def chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
+    """Return the committed checkpoints meant, newest first: one by its path or `step`, else all of the run."""
+    # The path of one checkpoint: it may be a copy outside of any run, so that no run is looked for.
+    if (folder / MARKER).exists():
+        return [folder]
+    committed = committed_checkpoints(run_of(folder))
+    found = committed if step is None else [each for each in committed if step_in_name(each) == step]
+    if not found:
+        there = ", ".join(str(step_in_name(each)) for each in reversed(committed))
+        which = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+        raise UserError(f"{folder}: {which}" + (f"; there are those of {there}" if there else ""))
+    return found
+
+
+def store_of(address: str) -> tuple[RemoteRun, list[str]]:
+    """Return the place of a run in a store and the checkpoints there; `UserError` if there is none."""
+    remote = RemoteRun(address).at_first_contact()
+    if not (names := remote.checkpoints()):
+        raise UserError(
+            f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
+        )
+    return remote, names
+
+
+def chosen_in_store(address: str, step: int | None) -> tuple[RemoteRun, list[str]]:
+    """Do the same for an address in a store; returns the place and the names."""
+    remote, name = RemoteRun.of_checkpoint(address)
+    if step_in(name) >= 0:
+        address, step = remote.address, step_in(name)
+    store, names = store_of(address)
+    names = [each for each in names if step in (None, step_in(each)) and MARKER in (store.sizes(each) or {})]
+    if not names:
+        which = "no committed checkpoint" + ("" if step is None else f" of step {step}")
+        raise UserError(f"{address}: {which}; `list {address}` shows what is there")
+    return store, names
+
+
+def whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
+    """Return the newest of the chosen checkpoints, with every byte verified.
+
+    option: the name of the option with which a user chooses another one, for the message.
+    """
+    checkpoint = chosen_checkpoints(folder, step)[0]
+    if reason := damage(checkpoint):
+        raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with {option}")
+    return checkpoint
+
+
+def write_export(*arguments: Any, **options: Any) -> None:
+    # Before transformers is imported: it makes that import faster.
+    prepare_imports()
+    from transformers.utils import logging
+
+    from pretraining.checkpoints.export import export_checkpoint
+
+    logging.disable_progress_bar()
+    export_checkpoint(*arguments, **options)
+
+
+def refuse_existing(folder: Path, option: str) -> None:
+    if folder.exists():
+        raise UserError(f"{folder}: is there already; remove it, or choose another with {option}")
+
+
+class Merge:
+    """Average the weights of several checkpoints of a run: one model, often as good as a decay of the rate.
+
+    Parts are committed checkpoints and `weights-<step>/`, which retention leaves; the newest must be a checkpoint.
+    Model merging in pretraining: Li et al. 2025 (arXiv 2505.12082), and LAWA, Kaddour 2022 (arXiv 2209.14981).
+    """
+
+    EXAMPLES = """  python -m pretraining.checkpoints merge runs/qk-norm --last 8
+  python -m pretraining.checkpoints merge runs/qk-norm --steps 6000,7000,8000 --weights 1,2,3 --validate"""
+    COLUMNS = (
+        Column("part", "part"),
+        Column("step", "step", ","),
+        Column("share", "share", ".4f"),
+        Column("validation", "loss", ".4f"),
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_run(parser)
+        add, which = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+        which.add_argument("--last", type=positive_integer, metavar="N", help="the newest N")
+        which.add_argument("--steps", metavar="A,B,...", help="those of these steps")
+        what = "how much each counts, from the oldest to the newest (default: alike)"
+        add("--weights", metavar="W,W,...", help=what)
+        add("--to", type=Path, metavar="DIR", help="a new folder (default: RUN/merged-<first>-<last>)")
+        add("--validate", action="store_true", help="measure the result on the run's validation set")
+        add_data_source(parser)
+        add_trust(parser)
+
+    def answer(self, options: argparse.Namespace) -> dict:
+        """Return {"export", "loss": of the result or None, "parts": [{"part", "step", "share", "loss"}]}."""
+        run, parts = run_of(options.run), self._parts(options)
+        shares = [1 / len(parts)] * len(parts)
+        if options.weights is not None:
+            try:
+                numbers = [not_negative_number(word) for word in options.weights.split(",")]
+            except argparse.ArgumentTypeError as error:
+                raise UserError(f"--weights {options.weights}: {error}") from error
+            if len(numbers) != len(parts) or not 0 < sum(numbers) < math.inf:
+                what = f"needs {len(parts)} numbers, one a part, not all 0"
+                raise UserError(f"--weights {options.weights}: {what}")
+            shares = [each / sum(numbers) for each in numbers]
+        folders = [run.path / each["folder"] for each in parts]
+        for each, part in zip(parts, folders, strict=True):
+            if each["state"] == COMMITTED and (reason := damage(part)):
+                raise UserError(f"{part}: the checkpoint is damaged: {reason}; name others with --steps")
+        folder = options.to or run.path / f"merged-{parts[0]['step']}-{parts[-1]['step']}"
+        refuse_existing(folder, "--to")
+        by_part = dict(zip(folders, shares, strict=True))
+        write_export(folders[-1], run.model, folder, options.trust_extensions, by_part)
+        rows = [
+            {"part": each["folder"], "step": each["step"], "share": part_share, "loss": each["eval_loss"]}
+            for each, part_share in zip(parts, shares, strict=True)
+        ]
+        loss = self._measured(folder, options) if options.validate else None
+        return {"export": str(folder), "loss": loss, "parts": rows}
+
+    def _parts(self, options: argparse.Namespace) -> list[dict]:
+        """Return the entries of the catalogue that are averaged, the oldest first."""
+        # of a step that has both, the checkpoint comes first in the catalogue, and counts
+        entries = reversed(catalogue(run_of(options.run)))
+        there = {each["step"]: each for each in entries if each["state"] in (COMMITTED, WEIGHTS_ONLY)}
+        newest_first, known = sorted(there, reverse=True), ", ".join(map(str, sorted(there))) or "none"
+        if options.steps:
+            words = options.steps.split(",")
+            wanted = {int(word) for word in words if word.strip().isdecimal()}
+            if len(wanted) < len(words) or not wanted <= there.keys():
+                what = "is not a list of different steps that are there"
+                raise UserError(f"--steps {options.steps}: {what}; there are {known}")
+        else:
+            wanted = set(newest_first[: options.last])
+            if len(wanted) < options.last:
+                raise UserError(f"--last {options.last}: {options.run} has {len(wanted)}: {known}")
+        parts = [there[step] for step in sorted(wanted)]
+        if len(parts) < 2:
+            raise UserError("one checkpoint is no average; `export` writes its weights")
+        if parts[-1]["state"] != COMMITTED:
+            newest = options.run / parts[-1]["folder"]
+            raise UserError(f"{newest}: the newest part must be a checkpoint, which names recipe and data")
+        return parts
+
+    def _measured(self, folder: Path, options: argparse.Namespace) -> float:
+        """Return the loss on the run's validation set, measured by the command that measures an export."""
+        command = [sys.executable, "-m", "pretraining.evaluation", str(folder), "--json", "--no-sample"]
+        for name in ("data_dir", "data_cache", "data_cache_gb"):
+            if (value := getattr(options, name)) is not None:
+                command += [f"--{name}", str(value)]
+        command += ["--trust_extensions"] if options.trust_extensions else []
+        try:
+            # its warnings are not shown: if it fails, its error is
+            said = call(command, captured=True, show=lambda line: None)
+        except CommandEnded as error:
+            raise UserError(f"{folder}: is written, and could not be measured: {error.reason}") from error
+        return json.loads(said.splitlines()[-1])["loss"]
+
+    def as_text(self, answer: dict) -> str:
+        merged = {"part": Path(answer["export"]).name, "step": answer["parts"][-1]["step"], "share": 1.0}
+        rows = [*answer["parts"], {**merged, "loss": answer["loss"]}]
+        measure = f"measure it: python -m pretraining.evaluation {answer['export']}"
+        table = write_table(self.COLUMNS, rows)
+        return table if answer["loss"] is not None else f"{table}\n{measure}"
