@@ -165,10 +165,16 @@ class BestFit(_Packing):
     def stretches(self, block: int) -> list[Stretch]:
         """Return the stretches of block `block`, in its order; each except the last ends with a document."""
         first, stop = self.window_around(block)
+        length, window = self.sequence_length, self._windows.get(first)
         if first == stop:  # crosses a shard's end
-            start = block * self.sequence_length
-            return [(start, start + self.sequence_length)]
-        return self._stretches_of(self._window(first, stop), block - first)
+            return [(block * length, block * length + length)]
+        if window is None:
+            start, end = first * length, stop * length
+            ends = self.split.document_ends(start, end)
+            borders = np.union1d(ends, (start, end)).tolist()
+            # Does the last document go on behind the window? Then no document ends at `end`.
+            window = self._keep(first, pack(borders, length, goes_on=end not in ends[-1:]))
+        return self._stretches_of(window, block - first)
 
     def window_around(self, block: int) -> tuple[int, int]:
         """Return [first, stop) of the window that holds the block; empty if the block crosses a shard's end."""
@@ -182,16 +188,6 @@ class BestFit(_Packing):
         # Windows are counted from the shard's first whole block, so that none reaches into another shard.
         first = block - (block - lowest) % WINDOW_BLOCKS
         return first, min(first + WINDOW_BLOCKS, highest)
-
-    def _window(self, first: int, stop: int) -> _Window:
-        """Pack the window, unless it is packed already."""
-        if first in self._windows:
-            return self._windows[first]
-        start, end = first * self.sequence_length, stop * self.sequence_length
-        ends = self.split.document_ends(start, end)
-        borders = np.union1d(ends, (start, end)).tolist()
-        # Does the last document go on behind the window? Then no document ends at `end`.
-        return self._keep(first, pack(borders, self.sequence_length, goes_on=end not in ends[-1:]))
 
 
 def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[Stretch]]:
@@ -208,44 +204,36 @@ def pack(borders: list[int], length: int, goes_on: bool = False) -> list[list[St
         remainders += [(whole, stop)] if whole < stop else []
     # It must be the last of its block: the token after it, behind the window, is its target.
     tail = remainders.pop() if goes_on and remainders and remainders[-1][1] == borders[-1] else None
-    open_blocks = _OpenBlocks((borders[-1] - borders[0]) // length - len(blocks), length, tail)
-    remainders.sort(key=lambda part: part[0] - part[1])  # longest first
-    # First place all that fit whole, then cut the others into the room that is left.
-    for part in [part for part in remainders if not open_blocks.place(*part)]:
-        open_blocks.divide(*part)
-    if tail:
-        open_blocks.blocks[0].append(tail)
-    return blocks + open_blocks.blocks
+    num_blocks = (borders[-1] - borders[0]) // length - len(blocks)
+    # Of each block that is to be filled, the room that is left; the first one will end with the tail.
+    filled: list[list[Stretch]] = [[] for _ in range(num_blocks)]
+    taken = tail[1] - tail[0] if tail else 0
+    rooms = sorted((length - (0 if block else taken), block) for block in range(num_blocks))
 
-
-class _OpenBlocks:
-    """Fill blocks, and keep the room that each of them has left. The first one will end with `tail`."""
-
-    def __init__(self, num_blocks: int, length: int, tail: Stretch | None):
-        self.blocks: list[list[Stretch]] = [[] for _ in range(num_blocks)]
-        self.tail = tail
-        taken = tail[1] - tail[0] if tail else 0
-        self._open = sorted((length - (0 if block else taken), block) for block in range(num_blocks))
-
-    def place(self, start: int, stop: int) -> bool:
+    def place(start: int, stop: int) -> bool:
         """Put a part into the block in which it leaves the least room; False if it fits into none."""
-        at = bisect_left(self._open, (stop - start,))
-        if at == len(self._open):
+        at = bisect_left(rooms, (stop - start,))
+        if at == len(rooms):
             return False
-        room, block = self._open.pop(at)
-        self.blocks[block].append((start, stop))
+        room, block = rooms.pop(at)
+        filled[block].append((start, stop))
         if room > stop - start:
-            insort(self._open, (room - (stop - start), block))
+            insort(rooms, (room - (stop - start), block))
         return True
 
-    def divide(self, start: int, stop: int) -> None:
-        """Cut a part that fits nowhere: its beginning ends the block with the most room, until the rest fits."""
-        while not self.place(start, stop):
+    remainders.sort(key=lambda part: part[0] - part[1])  # longest first
+    # First place all that fit whole, then cut the others: the beginning of each ends the block with the most room,
+    # until its rest fits.
+    for start, stop in [part for part in remainders if not place(*part)]:
+        while not place(start, stop):
             # Never the block that ends with the tail: if only that one had room, all that is left would fit into it.
-            is_tails = self.tail is not None and self._open[-1][1] == 0
-            room, block = self._open.pop(-2 if is_tails else -1)
-            self.blocks[block].append((start, start + room))
+            is_tails = tail is not None and rooms[-1][1] == 0
+            room, block = rooms.pop(-2 if is_tails else -1)
+            filled[block].append((start, start + room))
             start += room
+    if tail:
+        filled[0].append(tail)
+    return blocks + filled
 
 
 def cuts_of_split(split: "TokenSplit", sequence_length: int) -> dict:

@@ -184,12 +184,23 @@ class Encoder:
             left -= len(text)
         name = Fastokens.name if backend == AUTO else backend
         try:
-            encoder.backend = _checked_backend(name, content, reference, trial)
-        except _Unfit as unfit:
-            if backend != AUTO:
-                remedy = f'set data.encoder to "{AUTO}" or "{Reference.name}"'
-                raise UserError(f"data.encoder: {name} {unfit}; {remedy}") from unfit
-            encoder.note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
+            fast = BACKENDS[name](content)
+            different = _first_difference(fast.encode_flat(trial), reference.encode_flat(trial))
+        except ModuleNotFoundError as error:
+            unfit = f"is not installed (pip install {error.name})"
+        except BaseException as error:  # Rust panics are no Exceptions
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            unfit = f"cannot use this tokenizer ({str(error).strip().partition(chr(10))[0]})"
+        else:
+            if different is None:
+                encoder.backend = fast
+                return encoder
+            unfit = f"encodes {trial[different][:40]!r} differently from the reference"
+        if backend != AUTO:
+            remedy = f'set data.encoder to "{AUTO}" or "{Reference.name}"'
+            raise UserError(f"data.encoder: {name} {unfit}; {remedy}")
+        encoder.note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
         return encoder
 
     def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -243,31 +254,6 @@ def close_documents(
     for token, at in places:
         tokens[at] = token
     return tokens, ends
-
-
-# Choosing a backend.
-
-
-class _Unfit(Exception):
-    """Says why a backend cannot encode with this tokenizer; the text completes "<backend> ..."."""
-
-
-def _checked_backend(name: str, content: str, reference: Reference, texts: list[str]) -> Backend:
-    """Load the backend `name`; raise `_Unfit` unless it encodes `texts` as the reference does."""
-    try:
-        backend = BACKENDS[name](content)
-        found = backend.encode_flat(texts)
-    except ModuleNotFoundError as error:
-        raise _Unfit(f"is not installed (pip install {error.name})") from error
-    except BaseException as error:  # Rust panics are no Exceptions
-        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        raise _Unfit(f"cannot use this tokenizer ({reason})") from error
-    number = _first_difference(found, reference.encode_flat(texts))
-    if number is not None:
-        raise _Unfit(f"encodes {texts[number][:40]!r} differently from the reference")
-    return backend
 
 
 def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> int | None:

@@ -8,7 +8,7 @@ recipe/budget.py.
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,10 +16,9 @@ from pretraining.data.interleaving import Interleaving
 
 _NUM_ROUNDS = 8
 
-_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Constants of the splitmix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
 
-_MULTIPLIERS_AS_INTEGERS = tuple(map(int, _MULTIPLIERS))
 _WORD = (1 << 64) - 1
 
 ALL_SAMPLES = 1 << 60
@@ -279,49 +278,32 @@ class Permutation:
             return np.zeros(len(positions), np.int64)
         # Little-endian, so that every machine has the same order.
         digest = hashlib.blake2b(label.encode(), digest_size=8 * _NUM_ROUNDS).digest()
-        keys = np.frombuffer(digest, "<u8")
+        keys = np.frombuffer(digest, "<u8").tolist()
         if len(positions) <= _FEW:
-            integers = keys.tolist()
-            return np.array([self._permute_one(place, integers) for place in positions.tolist()], np.int64)
+            # In Python's integers: for a few positions faster than arrays.
+            few = []
+            for value in positions.tolist():
+                while (value := self._feistel(value, keys)) >= self.num_blocks:
+                    pass
+                few.append(value)
+            return np.array(few, np.int64)
         values = self._feistel(positions.astype(np.uint64), keys)
         # Results beyond the blocks are mapped on until all are inside (cycle walking).
         while (outside := values >= self.num_blocks).any():
             values[outside] = self._feistel(values[outside], keys)
         return values.astype(np.int64)
 
-    def _permute_one(self, value: int, keys: list[int]) -> int:
-        """Permute one position in Python's integers: for a few positions faster than arrays."""
-        while True:
-            high_bits, low_bits = self._widths
-            for key in keys:
-                low = value & ((1 << low_bits) - 1)
-                # As `_scramble`. Python's integers do not wrap: `_WORD` keeps 64 bits.
-                mixed = low ^ key
-                mixed = (mixed ^ mixed >> 30) * _MULTIPLIERS_AS_INTEGERS[0] & _WORD
-                mixed = (mixed ^ mixed >> 27) * _MULTIPLIERS_AS_INTEGERS[1] & _WORD
-                mixed = (value >> low_bits ^ mixed ^ mixed >> 31) & ((1 << high_bits) - 1)
-                value = low << high_bits | mixed
-                high_bits, low_bits = low_bits, high_bits
-            if value < self.num_blocks:
-                return value
-
-    def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Permute the numbers of [0, 2**bits)."""
+    def _feistel(self, values: Any, keys: list[int]) -> Any:
+        """Permute numbers of [0, 2**bits): an array, uint64, or one Python integer."""
         high_bits, low_bits = self._widths
         for key in keys:
-            low = values & np.uint64((1 << low_bits) - 1)
-            high = values >> np.uint64(low_bits)
-            mixed = (high ^ _scramble(low, key)) & np.uint64((1 << high_bits) - 1)
-            values = (low << np.uint64(high_bits)) | mixed
+            low = values & ((1 << low_bits) - 1)
+            # splitmix64's finaliser. Products of arrays wrap without a warning; `_WORD` keeps 64 bits of an integer.
+            mixed = low ^ key
+            mixed = (mixed ^ mixed >> 30) * _MULTIPLIERS[0] & _WORD
+            mixed = (mixed ^ mixed >> 27) * _MULTIPLIERS[1] & _WORD
+            mixed = (values >> low_bits ^ mixed ^ mixed >> 31) & ((1 << high_bits) - 1)
+            values = low << high_bits | mixed
             # The halves swap each round, so an odd number of bits works too.
             high_bits, low_bits = low_bits, high_bits
         return values
-
-
-def _scramble(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """Mix each value with `key` into a uint64."""
-    mixed = values ^ key
-    # Products of arrays wrap modulo 2**64 without a warning.
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIERS[0]
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIERS[1]
-    return mixed ^ (mixed >> np.uint64(31))

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import TextIO
 
 from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import sync_to_disk
@@ -28,8 +27,22 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
     path = folder.parent / f".{folder.name}.lock"
     made_parent = not folder.parent.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # The system releases the lock when its process ends, however it ends.
-    file = _lock(path, folder)
+    is_locked = waiting = False
+    while not is_locked:
+        # The system releases the lock when its process ends, however it ends.
+        file = open(path, "w", opener=regular)  # noqa: SIM115 (closed below)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not waiting:
+                print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+            waiting = True
+            fcntl.flock(file, fcntl.LOCK_EX)
+        # A lock on a file that its last holder has removed protects nothing: the next process would lock a new one.
+        with suppress(FileNotFoundError):
+            is_locked = os.path.samestat(path.stat(), os.fstat(file.fileno()))
+        if not is_locked:
+            file.close()
     try:
         if _building(folder).exists():
             shutil.rmtree(_building(folder))
@@ -43,25 +56,6 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
         file.close()
         if made_parent and not any(folder.parent.iterdir()):
             folder.parent.rmdir()
-
-
-def _lock(path: Path, folder: Path) -> TextIO:
-    """Open and lock the file at `path`; open it again if its last holder has removed it meanwhile."""
-    waiting = False
-    while True:
-        file = open(path, "w", opener=regular)  # noqa: SIM115 (returned)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not waiting:
-                print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
-            waiting = True
-            fcntl.flock(file, fcntl.LOCK_EX)
-        # A lock on a removed file protects nothing: the next process would lock a new file.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                return file
-        file.close()
 
 
 def is_half_published(folder: Path) -> bool:

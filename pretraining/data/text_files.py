@@ -138,20 +138,19 @@ class TextColumn:
         return list(dict.fromkeys([self.name, *tops]))
 
     def document(self, row: dict, where: str) -> Document:
-        """Make the document of one row; UserError as `text_of`, of a row that is wanted."""
+        """Make the document of one row.
+
+        Raises UserError if the row is wanted, and its column is missing (lists those there are) or is not a text.
+        """
         if not all(each.holds(row) for each in self._conditions):
             return Document("", where, False)
-        return Document(self.text_of(row, where), where)
-
-    def text_of(self, row: dict, where: str) -> str:
-        """Take the text of one row; UserError if the column is missing (lists those there are) or is not a text."""
         if self.name not in row:
             self.check(list(row), where)
         text = row[self.name]
         if not isinstance(text, str):
             found = "null" if text is None else type(text).__name__
             raise UserError(f"{where}: {self.name!r} is {found}, expected a text; mend or remove the row")
-        return text
+        return Document(text, where)
 
     def check(self, columns: list[str], where: str) -> None:
         """Raise UserError, which lists `columns`, unless the column is one of them."""
@@ -363,7 +362,21 @@ def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Ite
         if isinstance(text, str):
             yield column.document(row, where) if column.conditions else Document(text, where)
         elif not raw.isspace():
-            yield _json_document(raw, where, column)
+            if (line := _decode(raw, where).text) is None:
+                yield Document(None, where)
+                continue
+            try:
+                row = json.loads(line.removeprefix("\ufeff"))
+            # also brackets a thousand deep, and a number of thousands of digits
+            except (RecursionError, ValueError) as error:
+                reason = str(error).partition(";")[0]
+                if isinstance(error, json.JSONDecodeError):
+                    reason = f"{error.msg} at column {error.colno}"
+                raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line") from error
+            if not isinstance(row, dict):
+                what = f"expected a JSON object with the key {column.name!r}, found {line[:40]!r}"
+                raise UserError(f"{where}: {what}")
+            yield column.document(row, where)
 
 
 def _read_fasta(file: InputFile, extent: Extent) -> Iterator[Document]:
@@ -394,23 +407,6 @@ def _open_lines(file: InputFile) -> BinaryIO:
         pyarrow = require("pyarrow", f"reading {file.address}")
         return io.BufferedReader(pyarrow.CompressedInputStream(opened, "zstd"), 1 << 20)
     return opened
-
-
-def _json_document(raw: bytes, where: str, column: TextColumn) -> Document:
-    line = _decode(raw, where).text
-    if line is None:
-        return Document(None, where)
-    try:
-        row = json.loads(line.removeprefix("\ufeff"))
-    # also brackets a thousand deep, and a number of thousands of digits
-    except (RecursionError, ValueError) as error:
-        reason = str(error).partition(";")[0]
-        if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg} at column {error.colno}"
-        raise UserError(f"{where}: not valid JSON ({reason}); mend or remove the line") from error
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object with the key {column.name!r}, found {line[:40]!r}")
-    return column.document(row, where)
 
 
 # Parquet.

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -29,7 +30,7 @@ from pretraining.data.manifest import (
 from pretraining.data.portions import rows_of
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
 from pretraining.data.preparation.plan import Begun, Preparation, Survey
-from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS, SplitSizes
+from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS, workable_share
 from pretraining.data.publishing import building, publish
 from pretraining.data.shards import (
     SplitWriter,
@@ -161,9 +162,11 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
         np.save(folder / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
         accounts = [account for part in trained for account in part.accounts()]
         reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
-        sizes = SplitSizes.joined([output for part in trained for output, _ in part.done])
+        outputs = [output for part in trained for output, _ in part.done]
         try:
-            check_blocks(splits, preparation.data, preparation.sequence_length, sizes.workable_share)
+            check_blocks(
+                splits, preparation.data, preparation.sequence_length, partial(workable_share, outputs)
+            )
         except UserError:
             # If cleaning left too little, the reports say what it took out.
             if reports and show_progress:

@@ -88,13 +88,40 @@ def _submit(
     write_json(logs / "tasks.json", {"tasks": pending, "tasks_per_job": options["tasks_per_job"]})
     num_jobs = -(-len(pending) // options["tasks_per_job"])
     largest = num_jobs if options["max_array_size"] == -1 else options["max_array_size"]
-    job_name, job = f"{preparation.data.name}-{name}", None
+    job_name, log, job = f"{preparation.data.name}-{name}", logs / "slurm_logs" / "%A_%a.out", None
+    # This interpreter's packages and this repository.
+    bin_folder, ours = (shlex.quote(str(path)) for path in (Path(sys.executable).parent, PACKAGE.parent))
+    environment = f'export PATH={bin_folder}:"$PATH" PYTHONPATH={ours}:"$PYTHONPATH"'
     for first in range(0, num_jobs, largest):
         words = [sys.executable, "-m", "pretraining.data.preparation.slurm", preparation.work, name, first]
         at_once = f"%{execution.workers}" if execution.workers else ""
-        array = f"0-{min(largest, num_jobs - first) - 1}{at_once}"
+        directives = {
+            "cpus-per-task": options["cpus_per_task"],
+            "mem-per-cpu": f"{options['mem_per_cpu_gb']}G",
+            "nodes": 1,
+            "partition": options["partition"],
+            "job-name": job_name,
+            "time": options["time"],
+            "output": log,
+            "error": log,
+            "array": f"0-{min(largest, num_jobs - first) - 1}{at_once}",
+            "qos": options["qos"],
+            "mail-user": options["mail_user"],
+            "mail-type": "ALL" if options["mail_user"] else None,
+        }
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value),
+            # A node that is lost, or taken back: the job is queued again.
+            "#SBATCH --requeue",
+            options["env_command"] or environment,
+            "set -xe",
+            "export PYTHONUNBUFFERED=TRUE",
+            # Some settings of a cluster start two tasks in a job.
+            f"srun -l -n 1 {shlex.join(map(str, words))}",
+        ]
         script = logs / f"jobs-{first}.sbatch"
-        script.write_text(_script(options, logs, job_name, array, shlex.join(map(str, words))))
+        script.write_text("\n".join(lines) + "\n")
         # afterok: the stage before must succeed. afterany: arrays of one stage only take turns.
         waits = [f"afterok:{after}"] * bool(after) + [f"afterany:{job}"] * bool(job)
         waiting = [f"--dependency={','.join(waits)}"] if waits else []
@@ -109,41 +136,6 @@ def _submit(
             raise UserError(f"--executor slurm: {what}, then run the same command again") from error
         job = answer.split()[-1]
     return job
-
-
-def _script(options: dict, logs: Path, job_name: str, array: str, command: str) -> str:
-    """Write the script of an array of jobs, each of which runs `command` once."""
-    log = logs / "slurm_logs" / "%A_%a.out"
-    directives = {
-        "cpus-per-task": options["cpus_per_task"],
-        "mem-per-cpu": f"{options['mem_per_cpu_gb']}G",
-        "nodes": 1,
-        "partition": options["partition"],
-        "job-name": job_name,
-        "time": options["time"],
-        "output": log,
-        "error": log,
-        "array": array,
-        "qos": options["qos"],
-        "mail-user": options["mail_user"],
-        "mail-type": "ALL" if options["mail_user"] else None,
-    }
-    # This interpreter's packages and this repository.
-    bin_folder = shlex.quote(str(Path(sys.executable).parent))
-    ours = shlex.quote(str(PACKAGE.parent))
-    environment = f'export PATH={bin_folder}:"$PATH" PYTHONPATH={ours}:"$PYTHONPATH"'
-    lines = [
-        "#!/bin/bash",
-        *(f"#SBATCH --{key}={value}" for key, value in directives.items() if value),
-        # A node that is lost, or taken back: the job is queued again.
-        "#SBATCH --requeue",
-        options["env_command"] or environment,
-        "set -xe",
-        "export PYTHONUNBUFFERED=TRUE",
-        # Some settings of a cluster start two tasks in a job.
-        f"srun -l -n 1 {command}",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def run_slurm_job(work: Path, name: str, first: int) -> None:

@@ -191,7 +191,9 @@ class _Output:
     def __init__(self, folder: Path, dtype: np.dtype, vocab_size: int, validation_share: float):
         self._folder, self._validation_share = folder, validation_share
         self._writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
-        self._counts, self._sizes = np.zeros(vocab_size, np.int64), SplitSizes()
+        self._counts = np.zeros(vocab_size, np.int64)
+        # Draws and sizes of the first documents, to suggest a share that works.
+        self._draws, self._lengths, self._num_documents = array("d"), array("q"), 0
         self._documents = self._tokens = 0
         """What a bound counts, so far: documents and tokens of training, or of texts that are for validation only."""
         self._trained_tokens = 0
@@ -223,7 +225,11 @@ class _Output:
             writer.extend(run, ends[first:last] - start, num_bytes[first:last])
             if validation[first]:
                 self._counts += np.bincount(run, minlength=len(self._counts))
-        self._sizes.extend(batch.draws[:stop], lengths.tolist(), stop)
+        # Documents beyond the recorded ones count too: with them the suggestion cannot be exact.
+        self._num_documents += stop
+        recorded = min(stop, RECORDED_DOCUMENTS - len(self._draws))
+        self._draws.extend(batch.draws[:recorded])
+        self._lengths.extend(lengths[:recorded].tolist())
         self._positions.append(train_ends[validation])
         self._documents += int(counted.sum())
         self._tokens += int(lengths[counted].sum())
@@ -235,7 +241,8 @@ class _Output:
         splits = {split: writer.finish() for split, writer in self._writers.items()}
         np.save(self._folder / COUNTS_NAME, self._counts)
         np.save(self._folder / POSITIONS_NAME, np.concatenate([np.empty(0, np.int64), *self._positions]))
-        self._sizes.save(self._folder)
+        recorded = {"draws": self._draws, "tokens": self._lengths, "num_documents": self._num_documents}
+        np.savez(self._folder / SIZES_NAME, **recorded)
         write_json(self._folder / RESULT_NAME, {**result, "splits": splits, "cut": self._cut})
 
 
@@ -245,51 +252,29 @@ class TokenizeValidation(Tokenize):
     name = "tokenize-validation"
 
 
-class SplitSizes:
-    """Keep the draws and sizes of the first documents, to suggest a share that works."""
+def workable_share(folders: list[Path], num_tokens: int, wanted: int) -> float | None:
+    """Find the shortest validation_share that leaves each split `wanted` of `num_tokens` tokens, or None.
 
-    def __init__(self):
-        self._draws, self._tokens = array("d"), array("q")
-        self._num_documents = 0
+    folders: the outputs of the tasks, with the draws and sizes of their first documents.
+    """
 
-    def extend(self, draws: list[float], num_tokens: list[int], num_documents: int) -> None:
-        # Documents beyond the recorded ones count too: with them the suggestion cannot be exact.
-        self._num_documents += num_documents
-        room = max(0, RECORDED_DOCUMENTS - len(self._draws))
-        self._draws.extend(draws[:room])
-        self._tokens.extend(num_tokens[:room])
+    def round_up(value: float, digits: int) -> float:
+        """Find the smallest number of `digits` significant decimal digits above `value`."""
+        unit = 10.0 ** (floor(log10(max(value, 1e-12))) - digits + 1)
+        return float(f"{(floor(value / unit) + 1) * unit:.{digits}g}")
 
-    def save(self, folder: Path) -> None:
-        counted = {"draws": self._draws, "tokens": self._tokens, "num_documents": self._num_documents}
-        np.savez(folder / SIZES_NAME, **counted)
-
-    @classmethod
-    def joined(cls, folders: list[Path]) -> "SplitSizes":
-        """Read what the outputs of these tasks record, one after the other."""
-        joined = cls()
-        for folder in folders:
-            kept = np.load(folder / SIZES_NAME)
-            joined.extend(kept["draws"].tolist(), kept["tokens"].tolist(), int(kept["num_documents"]))
-        return joined
-
-    def workable_share(self, num_tokens: int, wanted: int) -> float | None:
-        """Find the shortest validation_share that leaves each split `wanted` of `num_tokens` tokens, or None."""
-        if self._num_documents > len(self._draws):
-            # Not all draws are known: aim at twice what is wanted, if the corpus has room for it.
-            return _round_up(2 * wanted / num_tokens, digits=1) if num_tokens > 4 * wanted else None
-        documents = sorted(zip(self._draws, self._tokens, strict=True))
-        sums = accumulate(tokens for _, tokens in documents)
-        # The first document with which validation has enough. It is there if its draw is below the share.
-        draw = next((draw for (draw, _), held in zip(documents, sums, strict=True) if held >= wanted), None)
-        # Try the shortest decimal first.
-        for share in [] if draw is None else [_round_up(draw, digits) for digits in range(1, 16)]:
-            below = sum(size for place, size in documents if place < share)
-            if wanted <= below <= num_tokens - wanted and share < 1:
-                return share
-        return None
-
-
-def _round_up(value: float, digits: int) -> float:
-    """Find the smallest number of `digits` significant decimal digits above `value`."""
-    unit = 10.0 ** (floor(log10(max(value, 1e-12))) - digits + 1)
-    return float(f"{(floor(value / unit) + 1) * unit:.{digits}g}")
+    recorded = [np.load(folder / SIZES_NAME) for folder in folders]
+    if sum(int(each["num_documents"]) for each in recorded) > RECORDED_DOCUMENTS:
+        # Not all draws are known: aim at twice what is wanted, if the corpus has room for it.
+        return round_up(2 * wanted / num_tokens, digits=1) if num_tokens > 4 * wanted else None
+    columns = (zip(each["draws"].tolist(), each["tokens"].tolist(), strict=True) for each in recorded)
+    documents = sorted(chain.from_iterable(columns))
+    sums = accumulate(tokens for _, tokens in documents)
+    # The first document with which validation has enough. It is there if its draw is below the share.
+    draw = next((draw for (draw, _), held in zip(documents, sums, strict=True) if held >= wanted), None)
+    # Try the shortest decimal first.
+    for share in [] if draw is None else [round_up(draw, digits) for digits in range(1, 16)]:
+        below = sum(size for place, size in documents if place < share)
+        if wanted <= below <= num_tokens - wanted and share < 1:
+            return share
+    return None
