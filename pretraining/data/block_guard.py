@@ -101,7 +101,6 @@ class BlockGuard:
         return reasons
 
     def leaves_out(self, reasons: dict) -> bool:
-        """Return whether none of a block's tokens is to be a target."""
         return self.skips or "ngram" in reasons
 
     def reasons(self, tokens: np.ndarray) -> dict[str, float]:

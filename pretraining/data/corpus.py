@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -89,7 +88,6 @@ class FileSource:
         return file.name, file.num_bytes, file.version
 
     def to_json(self) -> dict:
-        """Describe the source, with every file, for a process on another machine."""
         return {"files": [astuple(file) for file in self.files], "column": astuple(self.column)}
 
     def content(self) -> str:
@@ -250,11 +248,6 @@ class Batch:
     draws: list[float] = field(default_factory=list)
     """A number in [0, 1) for each text, from its hash: below validation_share means validation."""
 
-    def without_validation(self, validation_share: float) -> "Batch":
-        kept = [draw >= validation_share for draw in self.draws]
-        columns = (self.texts, self.wheres, self.num_bytes, self.draws)
-        return Batch(self.source, *([*compress(column, kept)] for column in columns))
-
 
 def draw_of(encoded: bytes) -> float:
     """Draw a number in [0, 1) from the text alone, so that equal texts are never in both splits."""
@@ -300,7 +293,6 @@ def read_batches(
 
 
 def summed_skips(skips: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Sum up what was left out, by reason."""
     total = Counter({"undecodable": 0, "empty": 0})
     for skipped in skips:
         total.update(skipped)

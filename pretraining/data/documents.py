@@ -59,9 +59,6 @@ class _Packing:
         self.split, self.sequence_length = split, sequence_length
         self._windows: dict[int, _Window] = {}
 
-    def stretches(self, block: int) -> list[Stretch]:
-        raise NotImplementedError
-
     def _stretches_of(self, window: _Window, number: int) -> list[Stretch]:
         """Return the stretches of block `number` of the window."""
         parts = slice(*window.firsts[number : number + 2])
@@ -254,33 +251,30 @@ def cut_shares(windows: Iterable[tuple[BestFit, int, int]]) -> dict:
     Returns {"documents"} and, if there are any, "in_sequence" and "best_fit", each {"cut", "cropped"}: the share of the
     documents that a block's end cuts, and of their tokens, which come after a cut and do not see the beginning.
     """
-    counts = sum((_counts(*window) for window in windows), start=np.zeros(6, np.int64))
+    # Documents and their tokens, then the cut ones and the tokens behind the cut, in sequence and packed.
+    counts = np.zeros(6, np.int64)
+    for packed, first, stop in windows:
+        split, length = packed.split, packed.sequence_length
+        begin = first * length
+        shard_start = begin - split.locate(begin)[1]  # no document goes on across a shard's start
+        ends = np.union1d(split.document_ends(max(shard_start, begin - length), stop * length), shard_start)
+        starts, stops = ends[:-1], ends[1:]
+        fitting = (stops > begin) & (stops - starts <= length)
+        starts, stops = starts[fitting], stops[fitting]
+        # In sequence: what lies behind the end of the block in which a document starts.
+        behind = np.maximum(stops - (starts // length + 1) * length, 0)
+        parts = dict(part for block in range(first, stop) for part in packed.stretches(block))
+        # Packed, a document is cut where the part that begins with it ends. One that begins and ends in a window of
+        # one block is not cut.
+        inside = [parts.get(start, begin) for start in starts.tolist()] if stop - first > 1 else stops
+        behind_packed = stops - np.where(starts < begin, begin, np.array(inside, np.int64))
+        sums = [each for cut in (behind, behind_packed) for each in (np.count_nonzero(cut), cut.sum())]
+        counts += np.array([len(starts), (stops - starts).sum(), *sums], np.int64)
     documents, tokens, *cut = counts.tolist()
     if not documents:
         return {"documents": 0}
     in_sequence, best_fit = ({"cut": n / documents, "cropped": t / tokens} for n, t in (cut[:2], cut[2:]))
     return {"documents": documents, "in_sequence": in_sequence, "best_fit": best_fit}
-
-
-def _counts(packed: BestFit, first: int, stop: int) -> np.ndarray:
-    """Count documents and their tokens, then the cut ones and the tokens behind the cut, in sequence and packed."""
-    split, length = packed.split, packed.sequence_length
-    begin = first * length
-    shard_start = begin - split.locate(begin)[1]  # no document goes on across a shard's start
-    ends = np.union1d(split.document_ends(max(shard_start, begin - length), stop * length), shard_start)
-    starts, stops = ends[:-1], ends[1:]
-    fitting = (stops > begin) & (stops - starts <= length)
-    starts, stops = starts[fitting], stops[fitting]
-    # In sequence: what lies behind the end of the block in which a document starts.
-    next_block = (starts // length + 1) * length
-    behind = np.maximum(stops - next_block, 0)
-    parts = dict(part for block in range(first, stop) for part in packed.stretches(block))
-    # Packed, a document is cut where the part that begins with it ends. One that begins and ends in a window of one
-    # block is not cut.
-    inside = [parts.get(start, begin) for start in starts.tolist()] if stop - first > 1 else stops
-    behind_packed = stops - np.where(starts < begin, begin, np.array(inside, np.int64))
-    sums = [array for behind in (behind, behind_packed) for array in (np.count_nonzero(behind), behind.sum())]
-    return np.array([len(starts), (stops - starts).sum(), *sums], np.int64)
 
 
 def blocks_by_shard(split: "TokenSplit", sequence_length: int, packing: str) -> np.ndarray:

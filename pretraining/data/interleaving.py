@@ -67,7 +67,12 @@ class Interleaving:
     def __init__(self, stages: Sequence[InterleavedStage]):
         self.stages = tuple(stages)
         self.num_sources = len(self.stages[0].counts)
-        self._targets = _Targets(self.stages)
+        # T at the beginning of each stage. Fractions: a rounding error would add up over the samples of a run.
+        self._dues = [[Fraction(0)] * self.num_sources]
+        for stage in self.stages[:-1]:
+            length = stage.stop - stage.start
+            rows = zip(self._dues[-1], stage.shares, strict=True)
+            self._dues.append([due + length * share for due, share in rows])
         self._cycles: list[_Cycle] = []
         drawn = [0] * self.num_sources
         for stage in self.stages:
@@ -99,13 +104,13 @@ class Interleaving:
                 drawn = [done + times * more for done, more in zip(drawn, per_cycle, strict=True)]
                 break
             seen[state] = index
-            piece, after = self._targets.draw(position, position + stage.period, drawn)
+            piece, after = self._draw(position, position + stage.period, drawn)
             pieces.append(self._add(position, piece, drawn))
             position, drawn = position + stage.period, after
         if position >= stage.stop:
             return drawn
         # One by one up to the stage's border.
-        piece, after = self._targets.draw(position, stage.stop, drawn)
+        piece, after = self._draw(position, stage.stop, drawn)
         self._add(position, piece, drawn)
         return after
 
@@ -145,28 +150,11 @@ class Interleaving:
 
     def promised(self, num_samples: int) -> list[Fraction]:
         """Return T(num_samples), what each source is due among the first samples of the run: [sources]."""
-        return self._targets.at(num_samples)
+        number = self._stage_at(num_samples)
+        stage, shares = self.stages[number], zip(self._dues[number], self.stages[number].shares, strict=True)
+        return [due + (num_samples - stage.start) * share for due, share in shares]
 
-
-class _Targets:
-    """Compute the lines T_s over the stages, and the draws that keep to them."""
-
-    def __init__(self, stages: Sequence[InterleavedStage]):
-        self.stages = stages
-        # Fractions: a rounding error would add up over the samples of a run.
-        self._dues = [[Fraction(0)] * len(stages[0].counts)]
-        for stage in stages[:-1]:
-            length = stage.stop - stage.start
-            rows = zip(self._dues[-1], stage.shares, strict=True)
-            self._dues.append([due + length * share for due, share in rows])
-
-    def at(self, sample: int) -> list[Fraction]:
-        """Return T(sample): [sources]."""
-        number = self._stage_at(sample)
-        stage, dues = self.stages[number], self._dues[number]
-        return [due + (sample - stage.start) * share for due, share in zip(dues, stage.shares, strict=True)]
-
-    def deadline(self, source: int, draw: int) -> int:
+    def _deadline(self, source: int, draw: int) -> int:
         """Return the sample by which draw `draw` (0-based) must have happened: the first i with T(i) >= draw + 1."""
         for stage, dues in zip(self.stages, self._dues, strict=True):
             if not stage.counts[source]:
@@ -177,7 +165,7 @@ class _Targets:
                 return first
         return _NEVER
 
-    def draw(self, start: int, stop: int, drawn: list[int]) -> tuple[np.ndarray, list[int]]:
+    def _draw(self, start: int, stop: int, drawn: list[int]) -> tuple[np.ndarray, list[int]]:
         """Choose the sources of samples inside one stage, [stop - start], uint16; also return `drawn` after them."""
         num_sources = len(drawn)
         windows = [self._windows(source, start, stop, drawn[source]) for source in range(num_sources)]
@@ -203,9 +191,11 @@ class _Targets:
         """Return first and last sample counts [n], [n] of the draws from `drawn` on that may happen by `stop`."""
         number = self._stage_at(start)
         stage, due = self.stages[number], self._dues[number][source]
-        draws = range(drawn, max(drawn, ceil(self.at(stop)[source]) if stage.counts[source] else ceil(due)))
+        draws = range(
+            drawn, max(drawn, ceil(self.promised(stop)[source]) if stage.counts[source] else ceil(due))
+        )
         if not stage.counts[source]:
-            return np.full(len(draws), start), np.array([self.deadline(source, n) for n in draws], np.int64)
+            return np.full(len(draws), start), np.array([self._deadline(source, n) for n in draws], np.int64)
         base, slope = floor(due), stage.counts[source] * due.denominator
         # Whole numbers from here on: thousands of Fractions would take seconds. Beyond 63 bits, Python's integers.
         part = due.numerator - base * due.denominator
@@ -220,7 +210,7 @@ class _Targets:
         for place in range(len(draws) - 1, -1, -1):
             if stage.stop is None or deadlines[place] <= stage.stop:
                 break
-            deadlines[place] = self.deadline(source, draws[place])
+            deadlines[place] = self._deadline(source, draws[place])
         return releases.astype(np.int64), deadlines.astype(np.int64)
 
     def _stage_at(self, sample: int) -> int:

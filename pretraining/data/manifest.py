@@ -113,7 +113,18 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
         return list(map(str, found))
     places = [f"data.sources.{number}" for number in range(len(manifest.get("sources", ())))]
     places += [f"data.validation.sources.{n}" for n in range(len(manifest.get("validation_sources", ())))]
-    texts = [*map(_source_difference, places, source_entries(manifest), fingerprints or [])]
+    texts: list[str | None] = []
+    for key, there, here in zip(places, source_entries(manifest), fingerprints or [], strict=False):
+        changed = _common_differences(there, here, key)
+        if not changed or "files" not in there.keys() & here.keys():
+            texts += map(str, changed[:1])
+            continue
+        files = [f"{n:,} {'file' if n == 1 else 'files'}" for n in (there["files"], here["files"])]
+        if there["bytes"] == here["bytes"] and files[0] == files[1]:
+            texts.append(f"{key}: {files[1]} of the same size, but written since or named otherwise")
+            continue
+        sizes = [f"{source['bytes']:,} bytes in {n}" for source, n in zip((there, here), files, strict=True)]
+        texts.append(f"{key}: {sizes[0]} there, {sizes[1]} here")
     texts.append(tokenizer_difference(manifest, data))
     if fingerprints is not None and (there := manifest.get("consulted")):
         # Without a list or a package that only a preparation needs, nobody knows.
@@ -168,21 +179,9 @@ def consulted(data: dict) -> dict:
 
 
 def _common_differences(there: dict, here: dict, key: str) -> list[Difference]:
-    """List the differences in the keys that both have."""
     # A manifest of another version may have more keys or fewer. Its data set stays valid.
     common = [name for name in here if name in there]
     return differences({name: there[name] for name in common}, {name: here[name] for name in common}, key)
-
-
-def _source_difference(key: str, there: dict, here: dict) -> str | None:
-    changed = _common_differences(there, here, key)
-    if not changed or "files" not in there.keys() & here.keys():
-        return str(changed[0]) if changed else None
-    files = [f"{n:,} {'file' if n == 1 else 'files'}" for n in (there["files"], here["files"])]
-    if there["bytes"] == here["bytes"] and files[0] == files[1]:
-        return f"{key}: {files[1]} of the same size, but written since or named otherwise"
-    sizes = [f"{source['bytes']:,} bytes in {n}" for source, n in zip((there, here), files, strict=True)]
-    return f"{key}: {sizes[0]} there, {sizes[1]} here"
 
 
 def entropy_bits(counts: "numpy.ndarray") -> float:

@@ -82,7 +82,6 @@ class PreparedData:
 
     @property
     def tokenizer_path(self) -> Path:
-        """Name the folder for `AutoTokenizer.from_pretrained`."""
         return self.folder / "tokenizer"
 
     @property

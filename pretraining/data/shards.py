@@ -177,7 +177,6 @@ class TokenSplit:
         return {**self.__dict__, "_open": {}}  # maps cannot be pickled
 
     def _shard(self, number: int) -> Shard:
-        """Return the shard; map it if it is not mapped yet."""
         if number not in self._open:
             while len(self._open) >= self._most_open:
                 del self._open[next(iter(self._open))]  # the one opened first
@@ -193,17 +192,8 @@ class TokenSplit:
             # The checksum only if the time differs: a copy or a restored backup may hold the same bytes.
             if written == self._written[entry["file"]] or checksum_of_file(path) == entry["checksum"]:
                 return map_shard(file, str(path), entry, self.dtype)
-        if (moved := self._moved(entry)) is not None:
-            return moved
-        raise UserError(
-            f"{path}: the data set was replaced while it was read; go on with the earlier one, which data_prep.py "
-            f"--replace keeps beside it: --set data.name={self.folder.parent.name}.replaced-N",
-            on_every_rank=False,
-        )
-
-    def _moved(self, entry: dict) -> Shard | None:
-        """Find the shard's documents in a data set that has been prepared further since; None if they are not there."""
-        # Names hold the number of shards, and the last shard of a source may have more documents now.
+        # Perhaps it has been prepared further since. Names hold the number of shards, and the last shard of a source
+        # may have more documents now.
         shards = (read_manifest(self.folder.parent) or {"splits": {}})["splits"].get(self.folder.name, {})
         for now in shards.get("shards", ()):
             fewer = any(now[key] < entry[key] for key in ("documents", "tokens"))
@@ -214,7 +204,11 @@ class TokenSplit:
                 shard = map_shard(file, str(self.folder / now["file"]), same, self.dtype)
                 if digest_of_documents(shard.tokens, shard.ends) == entry.get("tokens_digest"):
                     return shard
-        return None
+        raise UserError(
+            f"{path}: the data set was replaced while it was read; go on with the earlier one, which data_prep.py "
+            f"--replace keeps beside it: --set data.name={self.folder.parent.name}.replaced-N",
+            on_every_rank=False,
+        )
 
     def locate(self, token: int) -> tuple[int, int]:
         """Find the shard that holds the token at position `token` of the stream, and the position in it."""
@@ -410,7 +404,6 @@ def _totals(shards: list[dict]) -> dict[str, int]:
 
 
 def _features(dtype: np.dtype) -> dict:
-    """Spell the features of a split as `datasets` does."""
     return {
         "input_ids": {"feature": {"dtype": dtype.name, "_type": "Value"}, "_type": "LargeList"},
         "num_bytes": {"dtype": "uint64", "_type": "Value"},

@@ -177,7 +177,6 @@ def list_files(spec: str, key: str = "data.sources", form: str | None = None) ->
 
 
 def local_file(path: Path, root: Path) -> InputFile:
-    """Describe a file of this machine as it is now."""
     status = path.stat()
     return InputFile(str(path), path.relative_to(root).as_posix(), status.st_size, str(status.st_mtime_ns))
 
@@ -318,7 +317,6 @@ def _decode(raw: bytes, where: str) -> Document:
 
 
 def _damaged(address: str, error: Exception | str) -> UserError:
-    """Make the error of a file that ends too early or cannot be parsed."""
     reason = str(error).partition("\n")[0].rstrip(".")
     return UserError(f"{address}: the file is truncated or damaged ({reason}); fetch it again")
 
@@ -351,7 +349,6 @@ def _lines(file: InputFile, extent: Extent, goes_on: bool = False) -> Iterator[t
 
 
 def _read_json_lines(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
-    """Read the documents of the lines that begin in the extent."""
     for _, raw, where in _lines(file, extent):
         # A third of `json`'s time. But orjson knows neither NaN nor half of a surrogate pair.
         try:
@@ -398,7 +395,6 @@ def _read_fasta(file: InputFile, extent: Extent) -> Iterator[Document]:
 
 
 def _open_lines(file: InputFile) -> BinaryIO:
-    """Open a byte stream of lines."""
     opened = file.open()
     if file.name.lower().endswith(".gz"):
         return gzip.open(opened, "rb")

@@ -147,7 +147,7 @@ def merge_reports(reports: Iterable[dict]) -> dict:
 
 
 def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield (name of the set, text) of every file in `folder` and its folders, then of every lm-eval task.
+    """Yield (name of the set, text) of every file in `folder` and its folders, then of lm-eval tasks, tags and groups.
 
     A .txt is one text. Of a .jsonl(.gz) every string in a row is one, whatever its key: questions, choices and answers
     are found by themselves. Raises UserError for what is missing or cannot be read.
@@ -168,7 +168,21 @@ def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> It
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
     for name in tasks:
-        yield from ((name, text) for text in _of_task(name))
+        managers = require("lm_eval.tasks", f"data.decontaminate.tasks ({name})")
+        # Indexing the tasks that lm-eval ships takes half a minute; a YAML file needs none of them.
+        manager = managers.TaskManager(include_defaults=not Path(name).is_file())
+        try:
+            loaded = list(manager.load([name])["tasks"].values())
+        except KeyError as error:
+            what = f"lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them"
+            raise UserError(f"data.decontaminate.tasks: {what}") from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"data.decontaminate.tasks: {name} cannot be loaded ({error})") from error
+        for task in loaded:
+            for document in task.eval_docs:
+                # The prompt too: a task may build it from parts that are in no field.
+                for part in (document, task.doc_to_text(document)):
+                    yield from ((name, text) for text in _strings_of(part))
 
 
 def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
@@ -188,28 +202,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _strings_of(value: object) -> Iterator[str]:
-    """Yield every string in a JSON value, without the keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _strings_of(inner)
-
-
-def _of_task(name: str) -> Iterator[str]:
-    """Yield the strings of the documents and prompts of an lm-eval task (or its YAML file), tag or group."""
-    managers = require("lm_eval.tasks", f"data.decontaminate.tasks ({name})")
-    # Indexing the tasks that lm-eval ships takes half a minute; a file needs none of them.
-    manager = managers.TaskManager(include_defaults=not Path(name).is_file())
-    try:
-        loaded = list(manager.load([name])["tasks"].values())
-    except KeyError as error:
-        what = f"lm-eval knows no task {name!r}; `lm-eval ls tasks` lists them"
-        raise UserError(f"data.decontaminate.tasks: {what}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.decontaminate.tasks: {name} cannot be loaded ({error})") from error
-    for task in loaded:
-        for document in task.eval_docs:
-            yield from _strings_of(document)
-            # The prompt too: a task may build it from parts that are in no field.
-            yield from _strings_of(task.doc_to_text(document))

@@ -85,7 +85,6 @@ class EvaluationSets(Stage):
         write_json(folder / INDEX_NAME, {**values, "lengths": list(index.hashes)})
 
     def _own_texts(self) -> Iterator[tuple[str, str]]:
-        """Read (source's name, text) of `data.validation`."""
         pieces = enumerate(self.own.pieces if self.own else ())
         for source, own in groupby(pieces, lambda numbered: numbered[1].source):
             # Generators: what is behind the last document that counts is not read.
@@ -175,7 +174,6 @@ class Clean(Stage):
         write_json(folder / REPORT_NAME, {"skipped": skipped, **cleaner.reports()})
 
     def texts(self, number: int) -> Iterator[Document]:
-        """Read the documents that a finished task has written."""
         import pyarrow as pa
 
         with pa.OSFile(str(self.folder(number) / TEXTS_NAME)) as file:

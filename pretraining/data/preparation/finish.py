@@ -158,7 +158,17 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size)
     with building(preparation.folder) as folder:
         validation, counts = _join_validation(parts, folder / "validation", dtype)
-        splits = {"train": _link_shards(trained, folder / "train", dtype), "validation": validation}
+        shards = [shard for part in trained for shard in part.train_shards()]
+        (folder / "train").mkdir()
+        for number, (path, shard) in enumerate(shards):
+            shard["file"] = f"data-{number:05d}-of-{len(shards):05d}.arrow"
+            # Linked, not moved: a second try finds the tasks' shards again.
+            try:
+                os.link(path, folder / "train" / shard["file"])
+            except OSError:  # a file system without links
+                shutil.copyfile(path, folder / "train" / shard["file"])
+        train = split_entry(folder / "train", [shard for _, shard in shards], dtype.name)
+        splits = {"train": train, "validation": validation}
         np.save(folder / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
         accounts = [account for part in trained for account in part.accounts()]
         reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
@@ -190,7 +200,6 @@ def kept_text(kept: Path, data_root: Path) -> str:
 
 
 def _train_parts(preparation: Preparation, survey: Survey) -> list[_SourcePart]:
-    """List what there is of each source."""
     stage = preparation.bounded(survey).tokenize
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
     entries = manifest["splits"] if manifest else {}
@@ -209,20 +218,6 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
         _SourcePart(number, [task for task in done if task[1]["source"] == number - first])
         for number in range(first, len(preparation.data.text_origins))
     ]
-
-
-def _link_shards(parts: list[_SourcePart], target: Path, dtype: np.dtype) -> dict:
-    """Give the shards of train their final names, by links."""
-    shards = [shard for part in parts for shard in part.train_shards()]
-    target.mkdir()
-    for number, (path, shard) in enumerate(shards):
-        shard["file"] = f"data-{number:05d}-of-{len(shards):05d}.arrow"
-        # Linked, not moved: a second try finds the tasks' shards again.
-        try:
-            os.link(path, target / shard["file"])
-        except OSError:  # a file system without links
-            shutil.copyfile(path, target / shard["file"])
-    return split_entry(target, [shard for _, shard in shards], dtype.name)
 
 
 def _join_validation(parts: list[_SourcePart], target: Path, dtype: np.dtype) -> tuple[dict, np.ndarray]:
@@ -262,7 +257,24 @@ def _manifest(
     read = list(accounts)
     for texts in [preparation.cleaned, stage.texts if (stage := preparation.tokenize_validation) else None]:
         read += texts.clean.reports() if isinstance(texts, CleanedCorpus) and not texts.as_read else []
-    entries, of_training = [_source(preparation, part, splits) for part in parts], len(preparation.targets)
+    entries, of_training = [], len(preparation.targets)
+    for part in parts:
+        held = {
+            name: [shard for shard in entry["shards"] if shard["source"] == part.source]
+            for name, entry in splits.items()
+        }
+        every = [shard for shards in held.values() for shard in shards]
+        keys = {"documents": "documents", "tokens": "tokens", "text_bytes": "bytes"}
+        counts_of = {key: sum(shard[name] for shard in every) for key, name in keys.items()}
+        _, spec = preparation.data.text_origins[part.source]
+        entries.append({"name": spec.called, **preparation.fingerprints[part.source], **counts_of})
+        if any(preparation.targets) and part.source < of_training:
+            # If the source was not read to its end, where to go on. The last task was run up to a bound.
+            if part.done and (last := part.done[-1][1]["cut"]):
+                cut = {name: sum(shard[name] for shard in held["train"]) for name in ("documents", "tokens")}
+                entries[-1]["cut"] = {**cut, "last_document_tokens": last["last_document_tokens"]}
+            begun = part.whole_tasks(preparation.keys_of(part.source))
+            entries[-1]["begun"] = begun.to_dict()
     own = entries[of_training:]
     return {
         **_identity(preparation, content_fingerprint(splits)),
@@ -278,7 +290,6 @@ def _manifest(
 
 
 def _identity(preparation: Preparation, fingerprint: str) -> dict:
-    """Begin a manifest: what the data set is made from."""
     return {
         "format": FORMAT,
         "name": preparation.data.name,
@@ -288,26 +299,6 @@ def _identity(preparation: Preparation, fingerprint: str) -> dict:
         "consulted": preparation.consulted,
         "tokenizer": vars(preparation.tokenize.tokenizer.info),
     }
-
-
-def _source(preparation: Preparation, part: _SourcePart, splits: dict) -> dict:
-    """Describe a source: name, fingerprint, counts, and if it was not read to its end, where to go on."""
-    shards = {
-        name: [shard for shard in entry["shards"] if shard["source"] == part.source]
-        for name, entry in splits.items()
-    }
-    every = [shard for own in shards.values() for shard in own]
-    counts = {name: sum(shard[name] for shard in every) for name in ("documents", "tokens")}
-    counts["text_bytes"] = sum(shard["bytes"] for shard in every)
-    _, spec = preparation.data.text_origins[part.source]
-    entry = {"name": spec.called, **preparation.fingerprints[part.source], **counts}
-    if not any(preparation.targets) or part.source >= len(preparation.targets):
-        return entry
-    # The last task was run up to a bound.
-    if part.done and (last := part.done[-1][1]["cut"]):
-        cut = {name: sum(shard[name] for shard in shards["train"]) for name in ("documents", "tokens")}
-        entry["cut"] = {**cut, "last_document_tokens": last["last_document_tokens"]}
-    return {**entry, "begun": part.whole_tasks(preparation.keys_of(part.source)).to_dict()}
 
 
 def _encoding(accounts: list[dict]) -> dict:

@@ -88,10 +88,6 @@ class Survey(list[SourceSurvey]):
     """Those of all sources."""
 
     @property
-    def bounds(self) -> dict[int, Portion]:
-        return {number: bound for source in self for number, bound in source.bounds.items()}
-
-    @property
     def missing(self) -> list[int]:
         return [number for source in self for number in source.missing]
 
@@ -295,7 +291,9 @@ class Preparation:
 
     def bounded(self, survey: Survey) -> "Preparation":
         """Return the same preparation, whose tasks end where a survey says that the targets end."""
-        return replace(self, bounds=survey.bounds)
+        return replace(
+            self, bounds={number: each.bounds[number] for each in survey for number in each.bounds}
+        )
 
     def reuse_tokenizer(self) -> None:
         """Take the tokenizer of the data set that the preparation goes on from: it need not be made again."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, groupby, islice, pairwise
+from itertools import accumulate, chain, compress, groupby, islice, pairwise
 from math import floor, log10
 from pathlib import Path
 
@@ -116,9 +116,11 @@ class MakeTokenizer(Stage):
             num_bytes = TRAINING_BYTES // len(tasks)
             for batch in chain.from_iterable(self.texts.batches(task, skipped) for task in own):
                 # Validation must stay unseen, also by the tokenizer.
-                kept = batch.without_validation(self.validation_share)
-                num_bytes -= sum(kept.num_bytes)
-                yield kept
+                kept = [draw >= self.validation_share for draw in batch.draws]
+                columns = (batch.texts, batch.wheres, batch.num_bytes, batch.draws)
+                trained = Batch(batch.source, *([*compress(column, kept)] for column in columns))
+                num_bytes -= sum(trained.num_bytes)
+                yield trained
                 if num_bytes <= 0:
                     break
 

@@ -59,7 +59,6 @@ class Classifier:
         return cls(weights)
 
     def save(self, path: Path) -> None:
-        """Write the weights; the file is whole or absent."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, "wb") as file:
             np.savez_compressed(file, weights=self.weights)
@@ -94,7 +93,17 @@ def train_classifier(good: Iterable[str], other: Iterable[str]) -> tuple[Classif
     Returns it and {"good", "other": texts, "accuracy", "auc", "quantiles": scores of each side at 10, 50 and 90 %}.
     Raises UserError for a side of too few texts.
     """
-    sides = {name: _read_side(texts, name) for name, texts in (("good", good), ("other", other))}
+    sides = {}
+    for name, texts in (("good", good), ("other", other)):
+        parts, left = [], SIDE_CHARACTERS
+        for text in texts:
+            parts.append(_grams_of([text]))
+            left -= len(text)
+            if left <= 0:
+                break
+        if len(parts) < FEWEST_TEXTS:
+            raise UserError(f"--{name}: has {len(parts)} texts; give at least {FEWEST_TEXTS}")
+        sides[name] = vstack(parts, "csr")
     grams, sizes = vstack(list(sides.values()), "csr"), [each.shape[0] for each in sides.values()]
     is_good, numbers = np.arange(sum(sizes)) < sizes[0], np.arange(sum(sizes))
     seen, unseen = numbers[numbers % HELD_OUT_ONE_IN > 0], numbers[numbers % HELD_OUT_ONE_IN == 0]
@@ -115,16 +124,3 @@ def train_classifier(good: Iterable[str], other: Iterable[str]) -> tuple[Classif
 def _lengths_of(grams: csr_matrix) -> np.ndarray:
     """Return the root of the n-grams of each text: a long text is surer than a short one, but not by its length."""
     return np.sqrt(np.maximum(np.diff(grams.indptr), 1))
-
-
-def _read_side(texts: Iterable[str], name: str) -> csr_matrix:
-    """Read the n-grams of a side's first texts, up to SIDE_CHARACTERS of them."""
-    parts, left = [], SIDE_CHARACTERS
-    for text in texts:
-        parts.append(_grams_of([text]))
-        left -= len(text)
-        if left <= 0:
-            break
-    if len(parts) < FEWEST_TEXTS:
-        raise UserError(f"--{name}: has {len(parts)} texts; give at least {FEWEST_TEXTS}")
-    return vstack(parts, "csr")

@@ -221,34 +221,27 @@ class Blocklist(Rule):
         return {**super().identity(), "words": digest, "path": None, "languages": []}
 
     @cached_property
-    def _inside(self) -> frozenset[str]:
-        """Entries that also count inside of words."""
+    def _searches(self) -> tuple[frozenset[str], dict[str, re.Pattern]]:
+        """Make the entries of one whole word, which a set finds far faster, and a pattern for each other entry."""
         unspaced = [_bad_words(code) for code in self.languages if code in _UNSPACED]
-        return frozenset(chain.from_iterable(unspaced)) if self.whole_words else self._entries
-
-    @cached_property
-    def _single_words(self) -> frozenset[str]:
-        """Entries of one whole word, which a set finds far faster than one pattern for each."""
-        return frozenset(entry for entry in self._entries - self._inside if _WORD.fullmatch(entry))
-
-    @cached_property
-    def _phrases(self) -> dict[str, re.Pattern]:
+        # Those that also count inside of words.
+        inside = frozenset(chain.from_iterable(unspaced)) if self.whole_words else self._entries
+        words = frozenset(entry for entry in self._entries - inside if _WORD.fullmatch(entry))
         # Sorted, because the order of a set of strings differs between processes.
-        others = sorted(self._entries - self._single_words)
+        others = sorted(self._entries - words)
         spaced = {entry: r"\s+".join(map(re.escape, entry.split())) for entry in others}
-        return {
-            entry: re.compile(pattern if entry in self._inside else rf"(?<!\w){pattern}(?!\w)")
+        return words, {
+            entry: re.compile(pattern if entry in inside else rf"(?<!\w){pattern}(?!\w)")
             for entry, pattern in spaced.items()
         }
 
     def judge(self, view: "TextView") -> Rejection | None:
         """Reject with an example that begins shortly before the first occurrence."""
-        lowered, hits = view.text.lower(), []
-        if not self._single_words.isdisjoint(_WORD.findall(lowered)):
-            words = _WORD.finditer(lowered)
-            hits += [(word.start(), word[0]) for word in words if word[0] in self._single_words]
+        lowered, hits, (single, phrases) = view.text.lower(), [], self._searches
+        if not single.isdisjoint(_WORD.findall(lowered)):
+            hits += [(word.start(), word[0]) for word in _WORD.finditer(lowered) if word[0] in single]
         # A phrase can only occur if its first word does: one search spares most patterns.
-        for phrase, pattern in self._phrases.items():
+        for phrase, pattern in phrases.items():
             if phrase.split()[0] in lowered:
                 hits += [(hit.start(), phrase) for hit in pattern.finditer(lowered)]
         if len(hits) <= self.max_occurrences:
@@ -260,7 +253,6 @@ class Blocklist(Rule):
 
 
 def _bad_words(code: str) -> list[str]:
-    """Read the package's list for one language."""
     # Found and not imported: a check of a recipe needs none of its code.
     package = find_spec("glin_profanity")
     if package is None:

@@ -10,21 +10,6 @@ import numpy as np
 
 from pretraining.data.dedup.signatures import NUM_CODE_POINTS, random_words, word_hashes
 
-
-def repeated(parts: list[str]) -> tuple[int, int]:
-    """Count the `parts` that occurred before, and their characters."""
-    if len(set(parts)) == len(parts):  # most texts: spares the loop
-        return 0, 0
-    seen, count, characters = set(), 0, 0
-    for part in parts:
-        if part in seen:
-            count += 1
-            characters += len(part)
-        else:
-            seen.add(part)
-    return count, characters
-
-
 _SENTENCE_TERMINALS = (
     "21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e 1735-1736 "
     "17d4-17d6 17d9-17da 1803 1809 1944-1945 1aa8-1aab 1b5a-1b5b 1b5e-1b5f 1b7d-1b7e 1c3b-1c3c 1c7e-1c7f "
@@ -182,8 +167,22 @@ def _hashes_of(words: tuple[str, ...]) -> np.ndarray:
 @cache
 def _flags_by_code_point() -> np.ndarray:
     """Build the table of flags: uint8 [_CLASSIFIED + 1]; the last one is for every code point above."""
-    flags = np.fromiter(map(_flags, range(_CLASSIFIED)), np.uint8, _CLASSIFIED)
-    return np.append(flags, np.uint8(NOT_PUNCTUATION))
+    flags = np.full(_CLASSIFIED + 1, NOT_PUNCTUATION, np.uint8)
+    for point in range(_CLASSIFIED):
+        character = chr(point)
+        if character.isspace():
+            flags[point] = SPACE
+            continue
+        category = unicodedata.category(character)
+        # Control characters (Cc) that are no white space split words, as symbols do.
+        kind = SYMBOL if category[0] in "PS" or category == "Cc" else 0
+        kind |= ALPHABETIC if category[0] == "L" else 0
+        kind |= DIGIT if category == "Nd" else 0
+        kind |= JOINS_LETTERS if character in _JOINING_LETTERS else 0
+        kind |= JOINS_DIGITS if character in _JOINING_DIGITS else 0
+        kind |= RUNS if character in _RUNNING else 0
+        flags[point] = kind | (0 if character in PUNCTUATION else NOT_PUNCTUATION)
+    return flags
 
 
 @cache
@@ -192,21 +191,6 @@ def _hashes_by_code_point() -> np.ndarray:
     table = random_words(NUM_CODE_POINTS, 17)
     table[:_CLASSIFIED][_flags_by_code_point()[:-1] == SPACE] = 0
     return table
-
-
-def _flags(point: int) -> int:
-    character = chr(point)
-    if character.isspace():
-        return SPACE
-    category = unicodedata.category(character)
-    # Control characters (Cc) that are no white space split words, as symbols do.
-    kind = SYMBOL if category[0] in "PS" or category == "Cc" else 0
-    kind |= ALPHABETIC if category[0] == "L" else 0
-    kind |= DIGIT if category == "Nd" else 0
-    kind |= JOINS_LETTERS if character in _JOINING_LETTERS else 0
-    kind |= JOINS_DIGITS if character in _JOINING_DIGITS else 0
-    kind |= RUNS if character in _RUNNING else 0
-    return kind | (0 if character in PUNCTUATION else NOT_PUNCTUATION)
 
 
 class NgramsOfText(NamedTuple):
@@ -285,7 +269,6 @@ class TextView:
 
     # For the rules, which do not import this module.
     terminal = TERMINAL
-    repeated = staticmethod(repeated)
     count_sentences = staticmethod(count_sentences)
 
     def __init__(self, text: str):
@@ -308,3 +291,14 @@ class TextView:
         parts = [part.lstrip("\n") for part in self.text.strip().split("\n\n")]
         # At least one, because the rules divide by their number.
         return [part for part in parts if part] or [""]
+
+    @staticmethod
+    def repeated(parts: list[str]) -> tuple[int, int]:
+        """Count the `parts` that occurred before, and their characters."""
+        if len(set(parts)) == len(parts):  # most texts: spares the loop
+            return 0, 0
+        seen, again = set(), []
+        for part in parts:
+            again += [len(part)] if part in seen else []
+            seen.add(part)
+        return len(again), sum(again)

@@ -85,7 +85,27 @@ class RemoteData:
         folder = self.cache.root / self.fingerprint / f"tokenizer-{digest_of(entry)}"
         if not (folder / "tokenizer" / "tokenizer.json").is_file():
             with self.cache.disk_faults():
-                self._fetch_tokenizer(folder)
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                # Beside its place and renamed whole: other processes may look at the same time.
+                building = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
+                (building / "tokenizer").mkdir()
+                try:
+                    for name in ("tokenizer.json", *COMPANION_FILES):
+                        try:
+                            content = self.store.read(f"tokenizer/{name}")
+                        except UserError as error:
+                            # A companion file is optional.
+                            if isinstance(error.__cause__, FileNotFoundError) and name != "tokenizer.json":
+                                continue
+                            raise
+                        (building / "tokenizer" / name).write_bytes(content)
+                    if not folder.exists():
+                        building.rename(folder)
+                except OSError:
+                    if not folder.exists():  # else another process was faster
+                        raise
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
         if fault := tokenizer_fault(folder / "tokenizer", entry):
             shutil.rmtree(folder)
             raise UserError(f"{self.address}/tokenizer/{': '.join(fault)}; copy the data there again")
@@ -94,29 +114,6 @@ class RemoteData:
     def read_positions(self) -> np.ndarray:
         """Read the places of the validation documents: int64 [documents]."""
         return np.load(io.BytesIO(self.store.read(POSITIONS_FILE)))
-
-    def _fetch_tokenizer(self, folder: Path) -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its place and renamed whole: other processes may look at the same time.
-        building = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
-        (building / "tokenizer").mkdir()
-        try:
-            for name in ("tokenizer.json", *COMPANION_FILES):
-                try:
-                    content = self.store.read(f"tokenizer/{name}")
-                except UserError as error:
-                    # A companion file is optional.
-                    if isinstance(error.__cause__, FileNotFoundError) and name != "tokenizer.json":
-                        continue
-                    raise
-                (building / "tokenizer" / name).write_bytes(content)
-            if not folder.exists():
-                building.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was faster
-                raise
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
 
     def cached(self, entry: dict) -> CachedShard:
         return CachedShard(self.fingerprint, entry["checksum"], entry["size"])
@@ -175,7 +172,6 @@ class RemoteData:
             self._until_sweep = max(FEWEST_READS, READS_PER_MAP * num_maps)
 
     def unmap(self, idle_only: bool = False) -> None:
-        """Close this process's maps of shards, or only those not read since the last time."""
         for split in self._splits():
             split.unmap(idle_only)
 

@@ -136,7 +136,8 @@ def import_data(
                     progress.add(len(batch), num_tokens * batch[0].itemsize, num_tokens)
         entries = writer.finish()
         # Only now: hashes of the documents chose the splits while they were written.
-        together = _sums(entries)
+        keys = {"documents": "documents", "tokens": "tokens", "text_bytes": "bytes"}
+        together = {key: sum(entry[name] for entry in entries.values()) for key, name in keys.items()}
         for name, entry in entries.items():
             if not entry["documents"]:
                 what = f"{together['documents']:,} documents at --validation_share {validation_share:g}"
@@ -150,36 +151,26 @@ def import_data(
         section: dict = {"sources": [{"path": str(origin)}], "tokenizer": tokenizer}
         section |= {"validation_share": validation_share, "skip_undecodable": False}
         # The manifest is the last file, because it says that the data set is complete.
+        fingerprint = content_fingerprint(entries)
+        manifest = {
+            "format": FORMAT,
+            "name": folder.name,
+            "fingerprint": fingerprint,
+            "data": section,
+            # It says that no recipe section made the data.
+            "converted_from": {"format": form, "path": str(origin), "eos_added": writer.eos_added},
+            "tokenizer": vars(info),
+            "sources": [{"fingerprint": fingerprint, **together}],
+            "skipped": {"undecodable": 0, "empty": writer.empty},
+            "splits": entries,
+            # Unknown, because another tool made the tokens.
+            "versions": {},
+        }
         with replacing(building / MANIFEST_NAME) as file:
-            manifest = _manifest(folder.name, files, section, writer, entries)
             file.write(json.dumps(manifest, indent=2) + "\n")
     counts = {name: {key: entry[key] for key in COUNTED} for name, entry in entries.items()}
     changed = {"eos_added": writer.eos_added, "empty": writer.empty}
     return {"format": form, "folder": str(folder), **counts, **together, **changed}
-
-
-def _sums(entries: dict) -> dict[str, int]:
-    """Sum documents, tokens and bytes of text over the splits."""
-    keys = {"documents": "documents", "tokens": "tokens", "text_bytes": "bytes"}
-    return {key: sum(entry[name] for entry in entries.values()) for key, name in keys.items()}
-
-
-def _manifest(name: str, files: TokenFiles, section: dict, writer: "ForeignWriter", entries: dict) -> dict:
-    """Make the manifest of a converted data set. `converted_from` says that no recipe section made it."""
-    fingerprint = content_fingerprint(entries)
-    return {
-        "format": FORMAT,
-        "name": name,
-        "fingerprint": fingerprint,
-        "data": section,
-        "converted_from": {"format": files.form, "path": str(files.origin), "eos_added": writer.eos_added},
-        "tokenizer": vars(writer.info),
-        "sources": [{"fingerprint": fingerprint, **_sums(entries)}],
-        "skipped": {"undecodable": 0, "empty": writer.empty},
-        "splits": entries,
-        # Unknown, because another tool made the tokens.
-        "versions": {},
-    }
 
 
 def draw_of_tokens(tokens: np.ndarray) -> float:

@@ -152,10 +152,6 @@ class StoredDocument:
     """[tokens], with the EOS at its end: a view of the shard."""
     num_bytes: int
 
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
-
     def place(self) -> dict:
         """Describe everything but the tokens themselves, as JSON values."""
         values = {key: value for key, value in vars(self).items() if key != "tokens"}
@@ -235,7 +231,6 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
 
 
 def damaged(path: Path, what: str, folder: Path) -> UserError:
-    """Write the error: the file, what is wrong with it, and what to do."""
     return UserError(f"{path}: {what}; copy it again, or delete {folder} and prepare the data again")
 
 

@@ -110,14 +110,7 @@ class MegatronFile:
         at = HEADER.size + self.lengths.nbytes
         self.offsets = np.frombuffer(content, "<i8", self.num_sequences, at)
         self.marks = np.frombuffer(content, "<i8", num_marks, at + self.offsets.nbytes)
-        self._check()
-
-    @property
-    def size(self) -> int:
-        return self.bin.stat().st_size
-
-    def _check(self) -> None:
-        """Check that every sequence is inside the .bin, and every mark inside the sequences."""
+        # Every sequence must be inside the .bin, and every mark inside the sequences.
         end, wrong, marks = 0, [], self.marks
         for start in range(0, self.num_sequences, 1 << 20):
             lengths, offsets = (each[start : start + (1 << 20)] for each in (self.lengths, self.offsets))
@@ -132,6 +125,7 @@ class MegatronFile:
             wrong.append("its documents do not follow each other")
         if wrong:
             raise UserError(f"{self.idx}: damaged: {wrong[0]}; copy it again")
+        self.size = self.bin.stat().st_size
         if end > self.size:
             what = f"truncated: {self.size:,} bytes, its index names {end:,}"
             raise UserError(f"{self.bin}: {what}; copy it again")
@@ -193,15 +187,12 @@ class DatatroveFile:
         count = int(self.ends[-1]) if len(self.ends) else 0
         if (self.ends[1:] < self.ends[:-1]).any() or (self.ends[:1] < 0).any():
             raise UserError(f"{self.index}: damaged: its document ends do not ascend; copy it again")
+        self.size = path.stat().st_size
         if self.size not in (2 * count, 4 * count):
             what = f"truncated or damaged: {self.size:,} bytes, its index counts {count:,} tokens of 2 or 4 bytes"
             raise UserError(f"{self.path}: {what}; copy it again")
         # From the size, because the metadata file may be missing.
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size
 
     def documents(self) -> Iterator[np.ndarray]:
         if not self.size:
@@ -278,10 +269,7 @@ class BinFile:
                 f"{path}: {size:,} bytes are no whole number of {self.dtype.name} tokens; copy it again, or give the "
                 f"--dtype it was written with ({', '.join(RAW_TYPES)})"
             )
-
-    @property
-    def size(self) -> int:
-        return self.path.stat().st_size - self.start
+        self.size = size - self.start
 
     def documents(self) -> Iterator[np.ndarray]:
         if not self.size:
@@ -344,10 +332,7 @@ class MdsFolder:
             raise UserError(f"{index}: {what}")
         encoding = self.shards[0]["column_encodings"][names.index(self.column)]
         self.decode = _decoder(encoding, dtype, f"{index}: column {self.column}")
-
-    @property
-    def size(self) -> int:
-        return sum(shard["raw_data"]["bytes"] for shard in self.shards)
+        self.size = sum(shard["raw_data"]["bytes"] for shard in self.shards)
 
     def documents(self) -> Iterator[np.ndarray]:
         """Yield [tokens] of every document: samples of different lengths; packed ones of one length are cut."""
@@ -359,7 +344,6 @@ class MdsFolder:
             yield from samples
 
     def _samples(self, shard: dict) -> Iterator[np.ndarray]:
-        """Yield the tokens of each sample of a shard."""
         content, count, size = self._content(shard), shard["samples"], shard["raw_data"]["bytes"]
         place = self.folder / shard["raw_data"]["basename"]
         has_offsets = len(content) >= 8 + 4 * count
@@ -380,7 +364,6 @@ class MdsFolder:
             yield tokens
 
     def _content(self, shard: dict) -> memoryview:
-        """Read a shard as it is, or unpack it."""
         plain = self.folder / shard["raw_data"]["basename"]
         if plain.is_file():
             return memoryview(plain.read_bytes())

@@ -77,7 +77,7 @@ class Inspection:
             # Only the last stretch has the token after it, the target of the last input.
             end = stop + 1 if number == len(stretches) else stop
             for document in self.split.between(start, end):
-                ends = max(start, document.start), min(end, document.stop)
+                ends = max(start, document.start), min(end, document.start + len(document.tokens))
                 inside = [each - document.start for each in ends]
                 place = {"document_tokens": inside, "block_tokens": [each - start + length for each in ends]}
                 text = self._text(document.tokens[slice(*inside)])

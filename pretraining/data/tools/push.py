@@ -19,7 +19,19 @@ def plan_push(folder: Path, repo_id: str) -> dict:
     data = open_finished(folder)
     # it may be older than the refusal in recipes
     refuse_credentials(data.manifest, str(folder / MANIFEST_NAME))
-    card = data_card(data.manifest, repo_id)
+    manifest = data.manifest
+    sources = dict(zip(source_names(manifest), source_entries(manifest), strict=True))
+    split_files = (f"  - split: {split}\n    path: {split}/*.arrow" for split in data.split_names)
+    card = CARD.format(
+        repo_id=repo_id,
+        name=manifest["name"],
+        split_files="\n".join(split_files),
+        splits=_table("split", manifest["splits"], "bytes"),
+        sources=_table("source", sources, "text_bytes"),
+        tokenizer=manifest["tokenizer"],
+        fingerprint=manifest["fingerprint"],
+        left_out=", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items()),
+    )
     paths = ["dataset_dict.json"]
     for name in data.split_names:
         listed = [entry["file"] for entry in data.split(name).shard_entries]
@@ -144,21 +156,6 @@ tokenizer = AutoTokenizer.from_pretrained(f"{{folder}}/tokenizer")
 `python -m pretraining.data verify data/{name}` then compares every shard with its checksum.
 """
 """README.md of a published data set. Its front matter shows the hub the splits."""
-
-
-def data_card(manifest: dict, repo_id: str) -> str:
-    """Write the card of `repo_id` from the manifest alone."""
-    splits, sources = manifest["splits"], zip(source_names(manifest), source_entries(manifest), strict=True)
-    return CARD.format(
-        repo_id=repo_id,
-        name=manifest["name"],
-        split_files="\n".join(f"  - split: {split}\n    path: {split}/*.arrow" for split in splits),
-        splits=_table("split", splits, "bytes"),
-        sources=_table("source", dict(sources), "text_bytes"),
-        tokenizer=manifest["tokenizer"],
-        fingerprint=manifest["fingerprint"],
-        left_out=", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items()),
-    )
 
 
 def _table(what: str, rows: dict[str, dict], bytes_key: str) -> str:
