@@ -131,7 +131,7 @@ def rarest(sets: list[np.ndarray]) -> Iterator[np.ndarray]:
 
 def run_ours(folder: Path) -> None:
     """Read, sign, match, cluster, write the documents kept."""
-    from pretraining.data.dedup.duplicates import SignatureParts, cluster, match_slice, write_array
+    from pretraining.data.dedup.duplicates import SignatureParts, cluster, match_slice
     from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
     from tests.gear.similar_texts import write_signatures
 
@@ -142,7 +142,7 @@ def run_ours(folder: Path) -> None:
     ]
     parts = SignatureParts(pieces)
     pairs = match_slice(parts, spec)
-    write_array(work / "pairs.npy", pairs)
+    np.save(work / "pairs.npy", pairs)
     dropped = np.zeros(len(parts.documents), bool)
     dropped[cluster([pairs], spec.accepted).dropped] = True
     for piece, mask in enumerate(parts.documents.split(dropped)):

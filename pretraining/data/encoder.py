@@ -10,7 +10,6 @@ import random
 import unicodedata
 from collections.abc import Iterable
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +25,6 @@ CHECKED_ONE_IN = 500
 
 HASHED_CHARACTERS = 512
 """Characters of each end of a text that decide whether it is checked."""
-
-LONG_DOCUMENT = 200
-"""From this average length in tokens on, one copy for each document costs less than a mask over all tokens."""
 
 AUTO = "auto"
 SAMPLE_CHARACTERS = 1 << 16
@@ -241,18 +237,10 @@ def close_documents(
     last, first = ends - 1, ends - np.diff(offsets) - added
     places = [each for each in zip(borders, (last, first), strict=True) if each[0] is not None]
     tokens = np.empty(len(ids) + added * len(ends), dtype)
-    if len(ids) < LONG_DOCUMENT * len(ends):
-        ordinary = np.ones(len(tokens), bool)
-        for _, at in places:
-            ordinary[at] = False
-        tokens[ordinary] = ids
-    else:  # few long documents: one copy for each
-        before = int(borders.opening is not None)
-        for number, (start, stop) in enumerate(pairwise(offsets.tolist())):
-            shift = added * number + before
-            tokens[start + shift : stop + shift] = ids[start:stop]
+    ordinary = np.ones(len(tokens), bool)
     for token, at in places:
-        tokens[at] = token
+        tokens[at], ordinary[at] = token, False
+    tokens[ordinary] = ids
     return tokens, ends
 
 

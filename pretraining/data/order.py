@@ -7,8 +7,7 @@ recipe/budget.py.
 
 import hashlib
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -80,17 +79,6 @@ class GlobalOrder(_EpochOrder):
         return self._permutation.permute(positions, f"{self.seed}/{self.fingerprint}/{epoch}")
 
 
-class _Epoch(NamedTuple):
-    """The arrangement of one epoch in groups."""
-
-    shards: np.ndarray
-    """[shards]: the shuffled shards, without those in which no block starts."""
-    shard_ends: np.ndarray
-    """[shards]: position in the epoch, in blocks, after each of them, if they were read in sequence."""
-    group_starts: np.ndarray
-    """[groups + 1]: position in the epoch at which each group begins."""
-
-
 class GroupedOrder(_EpochOrder):
     """Shuffle the shards again for every epoch, take `group_size` of them at a time, and shuffle the blocks of a group.
 
@@ -105,29 +93,31 @@ class GroupedOrder(_EpochOrder):
         self.group_size, self.seed, self.fingerprint = group_size, seed, fingerprint
         # A short shard may begin and end inside one block: no block starts in it.
         self._filled = np.flatnonzero(np.diff(self.first_blocks))
-        self._epoch = lru_cache(maxsize=4)(self._arrange)
+        # One value, which threads replace at once: the last epoch that was arranged.
+        self._arranged: tuple = (None, None)
 
-    def __getstate__(self) -> dict:
-        # The cache of a bound method cannot be pickled; workers fill their own.
-        return {key: value for key, value in self.__dict__.items() if key != "_epoch"}
+    def _arrange(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the epoch's shards in their shuffled order, without those in which no block starts: [shards].
 
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._epoch = lru_cache(maxsize=4)(self._arrange)
-
-    def _arrange(self, epoch: int) -> _Epoch:
-        shuffled = Permutation(len(self._filled)).permute(np.arange(len(self._filled)), self._label(epoch))
-        shards = self._filled[shuffled]
-        ends = np.cumsum(np.diff(self.first_blocks)[shards])
-        starts = np.concatenate([[0], ends[self.group_size - 1 :: self.group_size]])
-        # The last group may have fewer shards.
-        return _Epoch(shards, ends, starts if starts[-1] == ends[-1] else np.append(starts, ends[-1]))
+        With it the position, in blocks, after each of them if they were read in sequence, [shards], and that at which
+        each group begins, [groups + 1].
+        """
+        arranged, found = self._arranged
+        if arranged != epoch:
+            permutation = Permutation(len(self._filled))
+            shards = self._filled[permutation.permute(np.arange(len(self._filled)), self._label(epoch))]
+            ends = np.cumsum(np.diff(self.first_blocks)[shards])
+            starts = np.concatenate([[0], ends[self.group_size - 1 :: self.group_size]])
+            # The last group may have fewer shards.
+            found = shards, ends, starts if starts[-1] == ends[-1] else np.append(starts, ends[-1])
+            self._arranged = epoch, found
+        return found
 
     def _label(self, *parts: int) -> str:
         return "/".join(map(str, ("grouped", self.seed, self.fingerprint, self.group_size, *parts)))
 
     def _blocks_of_epoch(self, positions: np.ndarray, epoch: int) -> np.ndarray:
-        shards, ends, starts = self._epoch(epoch)
+        shards, ends, starts = self._arrange(epoch)
         groups = np.searchsorted(starts, positions, side="right") - 1
         landed = np.empty_like(positions)
         for group in np.unique(groups):

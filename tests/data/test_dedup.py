@@ -32,7 +32,6 @@ from pretraining.data.dedup.duplicates import (
     hash_texts,
     match_slice,
     unique_pairs,
-    write_array,
 )
 from pretraining.data.dedup.passages import (
     FIRST_NAME,
@@ -98,7 +97,7 @@ def signed(folder, texts: list[str], spec: MinHashSpec, num_pieces: int) -> Sign
 def hashed(folder, texts: list[str], num_pieces: int) -> list[Path]:
     pieces = pieces_of(folder, texts, num_pieces)
     for path, some in pieces:
-        write_array(path / HASHES_NAME, hash_texts(some))
+        np.save(path / HASHES_NAME, hash_texts(some))
     return [path for path, _ in pieces]
 
 
@@ -361,8 +360,8 @@ def test_repeated_passages_are_those_that_a_look_at_every_window_finds(tmp_path,
     for number, piece in enumerate(pieces):
         (folder := tmp_path / str(number)).mkdir()
         hashes, counts = windows_of(texts[piece], NUM_WORDS)
-        write_array(folder / WINDOWS_NAME, hashes)
-        write_array(folder / FIRST_NAME, np.cumsum([0, *counts]))
+        np.save(folder / WINDOWS_NAME, hashes)
+        np.save(folder / FIRST_NAME, np.cumsum([0, *counts]))
         folders.append(folder)
         bases += (bases[-1] + np.cumsum(counts)).tolist()
     expected = repeats_straight(texts, decided.tolist())

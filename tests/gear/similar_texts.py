@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.dedup.duplicates import KEYS_NAME, SKETCH_NAME, write_array
+from pretraining.data.dedup.duplicates import KEYS_NAME, SKETCH_NAME
 from pretraining.data.dedup.signatures import Signatures, batches_of, ngrams_of, units_of
 
 
@@ -28,5 +28,5 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 def write_signatures(folder: Path, signatures: Signatures) -> Path:
     """What `Clean` writes of a piece, in its folder."""
     for name, array in zip((KEYS_NAME, SKETCH_NAME), signatures, strict=True):
-        write_array(folder / name, array)
+        np.save(folder / name, array)
     return folder

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pretraining.data.dedup.signatures import NO_KEY, MinHashSpec, agreement
-from pretraining.runtime.durable_files import replacing
 
 PAIR = np.dtype([("first", "<i8"), ("second", "<i8"), ("similarity", "<f4")])
 """Two document numbers, the earlier first, and their estimated Jaccard similarity (1 for equal texts)."""
@@ -101,12 +100,6 @@ def _opened(folders: Sequence[Path], name: str) -> Callable[[int], np.ndarray]:
             return np.load(folders[piece] / name)
 
     return opened
-
-
-def write_array(path: Path, array: np.ndarray) -> None:
-    """Write `array` as .npy; the file is whole or absent."""
-    with replacing(path, "wb") as file:
-        np.save(file, array)
 
 
 def hash_texts(texts: Sequence[str]) -> np.ndarray:

@@ -22,7 +22,6 @@ import numpy as np
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
 from pretraining.data.dedup import decontamination, duplicates, passages
-from pretraining.data.dedup.duplicates import write_array
 from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
@@ -79,8 +78,8 @@ class EvaluationSets(Stage):
         sets = decontamination.read_evaluation_sets(self.section.folder, self.section.tasks)
         index = decontamination.build_index(chain(sets, self._own_texts()), self.section)
         for length, hashes in index.hashes.items():
-            write_array(folder / f"{length}.hashes.npy", hashes)
-            write_array(folder / f"{length}.owners.npy", index.owners[length])
+            np.save(folder / f"{length}.hashes.npy", hashes)
+            np.save(folder / f"{length}.owners.npy", index.owners[length])
         values = {"names": index.names, "texts": index.texts, "too_short": index.too_short}
         write_json(folder / INDEX_NAME, {**values, "lengths": list(index.hashes)})
 
@@ -170,7 +169,7 @@ class Clean(Stage):
             columns[passages.FIRST_NAME] = [counted.astype(np.int64)]
         for name, parts in columns.items():
             axis = 1 if name == duplicates.KEYS_NAME else 0
-            write_array(folder / name, np.concatenate(parts, axis))
+            np.save(folder / name, np.concatenate(parts, axis))
         write_json(folder / REPORT_NAME, {"skipped": skipped, **cleaner.reports()})
 
     def texts(self, number: int) -> Iterator[Document]:
@@ -235,10 +234,10 @@ class Match(Stage):
         """Write the pairs of one slice."""
         pieces, position = self.clean.outputs(), (number, len(self.keys))
         if self.clean.dedup and self.clean.dedup.exact:
-            write_array(folder / "exact.npy", duplicates.exact_pairs(pieces, *position))
+            np.save(folder / "exact.npy", duplicates.exact_pairs(pieces, *position))
         if minhash := self.clean.minhash:
             signatures = duplicates.SignatureParts(pieces)
-            write_array(folder / "similar.npy", duplicates.match_slice(signatures, minhash, *position))
+            np.save(folder / "similar.npy", duplicates.match_slice(signatures, minhash, *position))
 
 
 @dataclass(frozen=True)
@@ -268,7 +267,7 @@ class Fates(Stage):
         drawn = [np.load(output / DRAWS_NAME) < self.validation_share for output in clean.outputs()]
         fates = duplicates.assign_fates(drawn, clusters, pairs, self.remove)
         for piece, own in enumerate(fates):
-            write_array(folder / f"{piece:05d}.npy", own)
+            np.save(folder / f"{piece:05d}.npy", own)
         sources = [piece.source for piece in clean.corpus.pieces]
         report = duplicates.duplicates_report(clusters, fates, sources, self.source_names)
         write_json(folder / REPORT_NAME, report)
@@ -298,7 +297,7 @@ class Passages(Stage):
         slice_ = (number, len(self.keys))
         found = passages.repeated_windows(pieces, fates, self.section.words, *slice_)
         for name, numbers in zip(("windows", "documents"), found, strict=True):
-            write_array(folder / f"{name}.npy", numbers)
+            np.save(folder / f"{name}.npy", numbers)
 
     @cached_property
     def _bases(self) -> np.ndarray:

@@ -331,7 +331,27 @@ class MdsFolder:
             what = f"no column {column or 'tokens'!r}{hint}; it has {listed}. {_TEXT_IS_NONE}"
             raise UserError(f"{index}: {what}")
         encoding = self.shards[0]["column_encodings"][names.index(self.column)]
-        self.decode = _decoder(encoding, dtype, f"{index}: column {self.column}")
+        # What turns a column's bytes into tokens: `bytes`, or `ndarray[:TYPE[:SHAPE]]`.
+        where, (kind, _, parameters) = f"{index}: column {self.column}", encoding.partition(":")
+        if kind not in ("bytes", "ndarray"):
+            raise UserError(f"{where}: is {encoding}; tokens are bytes or ndarray. {_TEXT_IS_NONE}")
+        named, _, shape = parameters.partition(":")
+        if kind == "bytes":
+            named = dtype or BYTES_TYPE
+
+        def decode(value: memoryview) -> np.ndarray:
+            place, array_type = 0, np.dtype(named).newbyteorder("<") if named else None
+            if array_type is None:
+                if value[0] not in _ARRAY_TYPES:
+                    raise UserError(f"{where}: holds no integers (type code {value[0]})")
+                place, array_type = 1, np.dtype(_ARRAY_TYPES[value[0]])
+            if kind == "ndarray" and not shape:
+                # one byte: the number of axes times 4, and the power of two of the bytes of each axis' length
+                axes, width = value[place] >> 2, 1 << (value[place] & 3)
+                place += 1 + axes * width
+            return np.frombuffer(value[place:], array_type)
+
+        self.decode = decode
         self.size = sum(shard["raw_data"]["bytes"] for shard in self.shards)
 
     def documents(self) -> Iterator[np.ndarray]:
@@ -381,30 +401,6 @@ class MdsFolder:
                 return memoryview(stream.read())
         except (OSError, ValueError) as error:
             raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
-
-
-def _decoder(encoding: str, dtype: str | None, where: str) -> Callable[[memoryview], np.ndarray]:
-    """Return what turns a column's bytes into tokens: `bytes`, or `ndarray[:TYPE[:SHAPE]]`."""
-    kind, _, parameters = encoding.partition(":")
-    if kind == "bytes":
-        return lambda value: np.frombuffer(value, np.dtype(dtype or BYTES_TYPE).newbyteorder("<"))
-    if kind != "ndarray":
-        raise UserError(f"{where}: is {encoding}; tokens are bytes or ndarray. {_TEXT_IS_NONE}")
-    named, _, shape = parameters.partition(":")
-
-    def decode(value: memoryview) -> np.ndarray:
-        place, array_type = 0, np.dtype(named).newbyteorder("<") if named else None
-        if array_type is None:
-            if value[0] not in _ARRAY_TYPES:
-                raise UserError(f"{where}: holds no integers (type code {value[0]})")
-            place, array_type = 1, np.dtype(_ARRAY_TYPES[value[0]])
-        if not shape:
-            # one byte: the number of axes times 4, and the power of two of the bytes of each axis' length
-            axes, width = value[place] >> 2, 1 << (value[place] & 3)
-            place += 1 + axes * width
-        return np.frombuffer(value[place:], array_type)
-
-    return decode
 
 
 ForeignFile = MegatronFile | DatatroveFile | BinFile | MdsFolder
