@@ -126,24 +126,17 @@ class BlockGuard:
                 reasons["few_tokens"] = distinct
         if not reasons and (period := short_period(tokens, REPEATED_SHARE)):
             reasons["repeated"] = period
-        if (share := self._undecodable_share(tokens)) >= UNDECODABLE_SHARE:
-            reasons["undecodable"] = round(share, 4)
+        # Decode only if the tokens, each by itself, could reach the limit: every one spells at least one character, or
+        # a part of one that is counted. "clip" takes half the time of "raise"; no id is beyond the vocabulary.
+        worst = self._at_worst
+        bound = 0 if worst is None else int(worst.take(tokens, mode="clip").sum(dtype=np.int64))
+        if worst is not None and bound >= UNDECODABLE_SHARE * len(tokens):
+            text = b"".join([self.token_bytes[token] for token in tokens.tolist()]).decode(errors="replace")
+            if (share := text.count("\ufffd") / max(1, len(text))) >= UNDECODABLE_SHARE:
+                reasons["undecodable"] = round(share, 4)
         if self.ngrams and (size := repeated_ngram(tokens, self.ngrams.longest, self.ngrams.times)):
             reasons["ngram"] = size
         return reasons
-
-    def _undecodable_share(self, tokens: np.ndarray) -> float:
-        """Compute the share of U+FFFD among the characters of the block."""
-        if self._at_worst is None:
-            return 0.0
-        # Decode only if the tokens, each by itself, could reach the limit. "clip" takes half the time of "raise"; no
-        # id is beyond the vocabulary.
-        bound = int(self._at_worst.take(tokens, mode="clip").sum(dtype=np.int64))
-        # Every token spells at least one character, or a part of one that `bound` counts.
-        if bound < UNDECODABLE_SHARE * len(tokens):
-            return 0.0
-        text = b"".join([self.token_bytes[token] for token in tokens.tolist()]).decode(errors="replace")
-        return text.count("\ufffd") / max(1, len(text))
 
 
 def short_period(tokens: np.ndarray, share: float) -> int | None:

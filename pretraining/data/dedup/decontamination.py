@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.checksums import digest_of
-from pretraining.data.dedup.signatures import TextUnits, batches_of, ngrams_of, units_of
+from pretraining.data.dedup.signatures import batches_of, ngrams_of, units_of
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
 from pretraining.outside.files import json_lines
@@ -61,7 +61,21 @@ class ContaminationIndex:
         done = 0
         for batch in batches_of(texts):
             units = units_of(batch)
-            finds = self._finds(units)
+            finds = np.zeros((0, 4), np.int64)  # of text, first word, words and set
+            for length, hashes in self.hashes.items():
+                windows = ngrams_of(units, length)
+                # The table spares most n-grams the binary search.
+                likely = np.flatnonzero(self._filters[length][_bucket(windows.hashes)])
+                places = np.minimum(np.searchsorted(hashes, windows.hashes[likely]), len(hashes) - 1)
+                sure = hashes[places] == windows.hashes[likely]
+                # From the number of the n-gram to the number of its first word: texts have fewer n-grams than words.
+                where, owner = likely[sure], self.owners[length][places[sure]]
+                text = np.searchsorted(windows.first, where, side="right") - 1
+                word = where - windows.first[text] + units.first[text]
+                found = np.column_stack([text, word, np.full(len(text), length), owner])
+                finds = np.concatenate([finds, found])
+            # By text, then by word, so that examples show the first find of a document.
+            finds = finds[np.lexsort((finds[:, 1], finds[:, 0]))]
             counts = np.diff(units.first)
             begun = np.unique(finds[:, :2], axis=0)[:, 0]  # lengths that begin at the same word count once
             hits = np.bincount(begun, minlength=len(counts))
@@ -83,24 +97,6 @@ class ContaminationIndex:
             done += len(batch)
         report["dropped"] = int(contaminated.sum())
         return contaminated, report
-
-    def _finds(self, units: TextUnits) -> np.ndarray:
-        """Find the n-grams that are in an evaluation set: int64 [finds, 4] of text, first word, words and set."""
-        finds = [np.zeros((0, 4), np.int64)]
-        for length, hashes in self.hashes.items():
-            windows = ngrams_of(units, length)
-            # The table spares most n-grams the binary search.
-            likely = np.flatnonzero(self._filters[length][_bucket(windows.hashes)])
-            places = np.minimum(np.searchsorted(hashes, windows.hashes[likely]), len(hashes) - 1)
-            sure = hashes[places] == windows.hashes[likely]
-            # From the number of the n-gram to the number of its first word: texts have fewer n-grams than words.
-            where, owner = likely[sure], self.owners[length][places[sure]]
-            text = np.searchsorted(windows.first, where, side="right") - 1
-            word = where - windows.first[text] + units.first[text]
-            finds.append(np.column_stack([text, word, np.full(len(text), length), owner]))
-        finds = np.concatenate(finds)
-        # By text, then by word, so that examples show the first find of a document.
-        return finds[np.lexsort((finds[:, 1], finds[:, 0]))]
 
 
 def build_index(texts: Iterable[tuple[str, str]], spec: Decontaminate) -> ContaminationIndex:

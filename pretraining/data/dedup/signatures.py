@@ -115,7 +115,21 @@ def units_of(texts: Sequence[str], unit: str = "words") -> TextUnits:
     if unit == "words":
         hashes = word_hashes(codes, starts, _character_hashes())
     elif unit == "characters":
-        starts, hashes = _spaced_characters(codes, kind, starts, ends)
+        # The words' characters, with one space before each word but a text's first. A word's space is the separator
+        # before it; words without one between them have none.
+        kept = kind != _SEPARATOR
+        spaces = starts[(starts > 0) & ~kept[starts - 1]] - 1
+        kept[spaces] = True
+        # The first word of a text has no space: what is before it may belong to the text before.
+        first_words = np.searchsorted(starts, ends[:-1])
+        before_texts = (
+            starts[np.append(0, first_words[first_words < len(starts)])] - 1 if len(starts) else starts
+        )
+        kept[before_texts[before_texts >= 0]] = False
+        starts = np.flatnonzero(kept)
+        hashes = _character_hashes()[codes[starts]]
+        hashes[hashes == 0] = _SPACE
+        hashes = mix(hashes)
     else:
         # What precedes a text's first word is a segment of its own, which is no unit.
         segments = np.union1d(starts, np.append(0, ends[:-1]))
@@ -145,24 +159,6 @@ def word_hashes(codes: np.ndarray, starts: np.ndarray, table: np.ndarray) -> np.
         hashes[first:end] = np.add.reduceat(products, begins)
         first = end
     return mix(hashes)
-
-
-def _spaced_characters(
-    codes: np.ndarray, kind: np.ndarray, starts: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Find positions and hashes of the words' characters, with one space before each word but a text's first."""
-    kept = kind != _SEPARATOR
-    # A word's space is the separator before it; words without one between them have none.
-    spaces = starts[(starts > 0) & ~kept[starts - 1]] - 1
-    kept[spaces] = True
-    # But the first word of a text has no space: what is before it may belong to the text before.
-    first_words = np.searchsorted(starts, ends[:-1])
-    before_texts = starts[np.append(0, first_words[first_words < len(starts)])] - 1 if len(starts) else starts
-    kept[before_texts[before_texts >= 0]] = False
-    positions = np.flatnonzero(kept)
-    hashes = _character_hashes()[codes[positions]]
-    hashes[hashes == 0] = _SPACE
-    return positions, mix(hashes)
 
 
 def ngrams_of(units: TextUnits, n: int) -> Ngrams:
@@ -336,12 +332,24 @@ def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
     """Sign `texts`, in their order; working memory is that of one batch (or one long text)."""
     keys = np.full((spec.bands, len(texts)), NO_KEY, np.uint64)
     sketch = np.zeros((len(texts), spec.num_hashes), np.uint8)
+    # A seed far from those of the other tables of random words. Odd, so that the product is a permutation.
+    words = random_words(spec.num_hashes, spec.seed + (1 << 32))
+    multipliers = (words >> np.uint64(32)).astype(np.uint32) | 1
     done = 0
     for batch in batches_of(texts):
         ngrams = ngrams_of(units_of(batch, spec.unit), spec.ngram)
         # Documents without n-grams keep NO_KEY.
         rows = done + np.flatnonzero(np.diff(ngrams.first))
-        minima = _minima_of(ngrams, spec)
+        minima = np.empty((spec.num_hashes, len(rows)), np.uint32)
+        if len(rows):
+            starts = ngrams.first[:-1][np.diff(ngrams.first) > 0]
+            values = (ngrams.hashes >> np.uint64(32)).astype(np.uint32)
+            np.maximum(values, 1, out=values)  # 0 would be the minimum of every hash
+            hashed = np.empty_like(values)
+            # One hash at a time: the array of n-grams stays in the cache, and memory does not grow with the hashes.
+            for number, multiplier in enumerate(multipliers):
+                np.multiply(values, multiplier, out=hashed)
+                np.minimum.reduceat(hashed, starts, out=minima[number])
         # A band's key is the hash of its minima: unequal ones agree with odds of 2**-58.
         banded = minima.reshape(spec.bands, spec.rows, -1)
         band_keys = np.zeros((spec.bands, minima.shape[1]), np.uint64)
@@ -354,24 +362,6 @@ def sign_piece(texts: Sequence[str], spec: MinHashSpec) -> Signatures:
         sketch[rows] = ((minima * _SCATTER) >> _HIGHEST_BYTE).astype(np.uint8).T
         done += len(batch)
     return Signatures(keys, sketch)
-
-
-def _minima_of(ngrams: Ngrams, spec: MinHashSpec) -> np.ndarray:
-    """Find the least value of each hash in each document: uint32 [hashes, documents that have n-grams]."""
-    starts = ngrams.first[:-1][np.diff(ngrams.first) > 0]
-    minima = np.empty((spec.num_hashes, len(starts)), np.uint32)
-    if not len(starts):
-        return minima
-    values = (ngrams.hashes >> np.uint64(32)).astype(np.uint32)
-    np.maximum(values, 1, out=values)  # 0 would be the minimum of every hash
-    hashed = np.empty_like(values)
-    # One hash at a time: the array of n-grams stays in the cache, and memory does not grow with the hashes.
-    # A seed far from those of the other tables of random words. Odd, so that the product is a permutation.
-    words = random_words(spec.num_hashes, spec.seed + (1 << 32))
-    for number, multiplier in enumerate((words >> np.uint64(32)).astype(np.uint32) | 1):
-        np.multiply(values, multiplier, out=hashed)
-        np.minimum.reduceat(hashed, starts, out=minima[number])
-    return minima
 
 
 def agreement(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -134,7 +134,7 @@ def import_data(
                     writer.write(batch, path, split)
                     num_tokens = sum(map(len, batch))
                     progress.add(len(batch), num_tokens * batch[0].itemsize, num_tokens)
-        entries = writer.finish()
+        entries = {name: each.finish() for name, each in writer.writers.items()}
         # Only now: hashes of the documents chose the splits while they were written.
         keys = {"documents": "documents", "tokens": "tokens", "text_bytes": "bytes"}
         together = {key: sum(entry[name] for entry in entries.values()) for key, name in keys.items()}
@@ -193,15 +193,6 @@ class ForeignWriter:
         self.token_bytes = TokenBytes(folder / "tokenizer", info.vocab_size)
         self.eos_added = self.empty = 0
         """Documents that had no EOS and got one, and those without tokens, which are left out."""
-
-    def finish(self) -> dict:
-        """Return the manifest's entries by split."""
-        entries = {name: writer.finish() for name, writer in self.writers.items()}
-        for entry in entries.values():
-            for shard in entry["shards"]:
-                # The manifest names one source: the files as a whole.
-                shard["source"] = 0
-        return entries
 
     def write(self, batch: list[np.ndarray], path: Path, split: str | None) -> None:
         """Write documents of the file at `path`, to `split` or, if it is None, to what a hash of each document says."""
