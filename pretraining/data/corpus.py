@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -79,8 +79,15 @@ class FileSource:
         return digest_of(read, *self.column.identity)
 
     def check_unchanged(self) -> None:
+        """Raise UserError if a file of this machine has changed since the files were listed."""
         for file in self.files:
-            file.check_unchanged()
+            path = Path(file.address)
+            if is_remote(file.address) or (
+                path.is_file() and replace(local_file(path, path.parent), name=file.name) == file
+            ):
+                continue
+            what = "changed or removed while it was being prepared"
+            raise UserError(f"{file.address}: {what}; run the same command again once nobody writes there")
 
     @staticmethod
     def _identity(file: InputFile) -> tuple:
@@ -365,10 +372,6 @@ class Corpus:
             f"data {self.name!r}: the corpus is empty: no text of {', '.join(self.places)} is left (left out: "
             f"{', '.join(left_out) or 'nothing'}); add text or change the recipe's data section"
         )
-
-    def check_unchanged(self) -> None:
-        for source in self.sources:
-            source.check_unchanged()
 
     def to_json(self) -> dict:
         """Describe the corpus, for a process on another machine."""

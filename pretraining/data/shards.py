@@ -13,6 +13,7 @@ import resource
 from array import array
 from bisect import bisect_right
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -123,8 +124,6 @@ class TokenSplit:
         self.folder = Path(folder)
         self._take(entry)
         self._open: dict[int, Shard] = {}
-        self.cropped: dict[int, Any] = {}
-        """By sequence length, once it was asked for (`Cropped.of`)."""
         # Each mapped shard needs a file descriptor: leave half of them to the rest of the process.
         self._most_open = max(1, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, MOST_MAPPED))
         self._written: dict[str, int] = {}
@@ -134,6 +133,8 @@ class TokenSplit:
     def _take(self, entry: dict) -> None:
         """Be the stream of these shards."""
         self._entry = entry
+        self.cropped: dict[int, Any] = {}
+        """By sequence length, once it was asked for (`Cropped.of`)."""
         self.dtype = np.dtype(entry["dtype"])
         self.num_tokens: int = entry["tokens"]
         self.num_documents: int = entry["documents"]
@@ -149,12 +150,10 @@ class TokenSplit:
         return self._entry["shards"]
 
     def part(self, first: int, stop: int) -> "TokenSplit":
-        """Open the stream of the shards [first, stop) alone: one source of several."""
-        shards = self._entry["shards"][first:stop]
-        return self._of_entry({**self._entry, **_totals(shards), "shards": shards})
-
-    def _of_entry(self, entry: dict) -> "TokenSplit":
-        return type(self)(self.folder, entry)
+        """Return the stream of the shards [first, stop) alone: one source of several."""
+        part, shards = copy(self), self._entry["shards"][first:stop]
+        part._take({**self._entry, **_totals(shards), "shards": shards})
+        return part
 
     def _check_shards(self) -> None:
         """Raise UserError for the first shard that is missing or has another size."""

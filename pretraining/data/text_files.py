@@ -12,7 +12,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NamedTuple
@@ -75,15 +75,6 @@ class InputFile:
         fsspec = require("fsspec", f"reading {self.address}")
         # Buffered: the files of fsspec read no line of limited length.
         return io.BufferedReader(fsspec.open(self.address, "rb").open(), BUFFER_BYTES)
-
-    def check_unchanged(self) -> None:
-        """Raise UserError if a file of this machine has changed since the files were listed."""
-        if is_remote(self.address):
-            return
-        path = Path(self.address)
-        if not path.is_file() or replace(local_file(path, path.parent), name=self.name) != self:
-            what = "changed or removed while it was being prepared"
-            raise UserError(f"{self.address}: {what}; run the same command again once nobody writes there")
 
 
 class Document(NamedTuple):

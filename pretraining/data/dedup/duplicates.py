@@ -51,9 +51,6 @@ class DocumentNumbers:
         pieces = np.searchsorted(self.first, documents, side="right") - 1
         return pieces, documents - self.first[pieces]
 
-    def split(self, values: np.ndarray) -> list[np.ndarray]:
-        return np.split(values, self.first[1:-1])
-
 
 class StoredPairs:
     """Arrays of `PAIR` in files: one of them is in memory at a time, as often as they are read."""
@@ -69,13 +66,9 @@ class SignatureParts:
     """The signatures of all pieces, each in a folder of its own."""
 
     def __init__(self, folders: Sequence[Path]):
-        self._num_pieces = len(folders)
-        self._keys, self._sketches = (_opened(folders, name) for name in (KEYS_NAME, SKETCH_NAME))
-        self.documents = DocumentNumbers([keys.shape[1] for keys in map(self._keys, range(len(folders)))])
-
-    def columns(self, band: int) -> Iterator[np.ndarray]:
-        """Yield the keys of one band of each piece in turn: uint64 [documents]."""
-        return (self._keys(piece)[band] for piece in range(self._num_pieces))
+        self.num_pieces = len(folders)
+        self.keys, self._sketches = (_opened(folders, name) for name in (KEYS_NAME, SKETCH_NAME))
+        self.documents = DocumentNumbers([keys.shape[1] for keys in map(self.keys, range(len(folders)))])
 
     def sketches(self, documents: np.ndarray) -> np.ndarray:
         """Read the sketches of the given document numbers, in their order: uint8 [documents, hashes]."""
@@ -137,7 +130,8 @@ def match_slice(parts: SignatureParts, spec: MinHashSpec, part: int = 0, num_sli
     batches = []
     for cell in range(part, spec.bands * ranges, num_slices):
         band, number = divmod(cell, ranges)
-        keys, documents = collect_range(parts.columns(band), number, ranges)
+        columns = (parts.keys(piece)[band] for piece in range(parts.num_pieces))
+        keys, documents = collect_range(columns, number, ranges)
         order = np.argsort(keys, kind="stable")  # equal keys stay in the order of documents
         keys, documents = keys[order], documents[order]
         for first, second in _candidates(keys):
@@ -300,7 +294,7 @@ def assign_fates(
     if twins:
         # After all sources are read, so that the order of the pairs does not matter.
         fates[np.concatenate(twins)] = TWIN
-    return documents.split(fates)
+    return np.split(fates, documents.first[1:-1])
 
 
 def duplicates_report(

@@ -272,9 +272,6 @@ class Fates(Stage):
         report = duplicates.duplicates_report(clusters, fates, sources, self.source_names)
         write_json(folder / REPORT_NAME, report)
 
-    def report(self) -> dict:
-        return json.loads((self.outputs()[0] / REPORT_NAME).read_text(encoding="utf-8"))
-
 
 @dataclass(frozen=True)
 class Passages(Stage):
@@ -427,7 +424,8 @@ class CleanedCorpus:
         if self.clean.evaluation_sets:
             reports["decontamination"] = decontamination.merge_reports(merged["decontamination"])
         if self.fates:
-            reports["duplicates"] = self.fates.report()
+            (output,) = self.fates.outputs()
+            reports["duplicates"] = json.loads((output / REPORT_NAME).read_text(encoding="utf-8"))
         if self.passages:
             reports["passages"] = self.passages.report()
         return reports

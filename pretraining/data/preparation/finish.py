@@ -146,7 +146,8 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     """
     # A source that changed meanwhile would give a data set of two versions.
     for corpus in filter(None, [preparation.corpus, preparation.validation]):
-        corpus.check_unchanged()
+        for source in corpus.sources:
+            source.check_unchanged()
     survey = preparation.survey()
     preparation.tokenize.refuse(survey.missing)
     trained = _train_parts(preparation, survey)

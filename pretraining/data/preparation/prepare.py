@@ -25,7 +25,7 @@ from pretraining.data.portions import lacking, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution, run_stages
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
-from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
+from pretraining.data.tokenizer import check_vocabulary, describe_tokenizer, refuse_missing_folder
 from pretraining.errors import UserError, file_error, require
 from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
@@ -271,7 +271,8 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         stage.run(0, tokenizer, progress)
         # Empty and undecodable texts say nothing about the encoder.
         sample = [each.text for each in islice(sources[0].documents(), 20) if each.text]
-        encoder = Encoder.open(tokenizer, stage.describe(tokenizer), data.encoder, sample, data.borders)
+        info = describe_tokenizer(tokenizer, str(data.tokenizer))
+        encoder = Encoder.open(tokenizer, info, data.encoder, sample, data.borders)
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
         progress.label("counting")

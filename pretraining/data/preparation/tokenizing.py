@@ -84,12 +84,9 @@ class MakeTokenizer(Stage):
                 # Before the training, which takes long.
                 check_vocabulary(vocab_size, self.vocab_size)
                 train_tokenizer(texts, vocab_size, folder, **further)
-        info = self.describe(folder)
+        info = describe_tokenizer(folder, str(self.tokenizer))
         check_vocabulary(info.vocab_size, self.vocab_size)
         note_prefix(folder, info, self.borders)
-
-    def describe(self, folder: Path) -> TokenizerInfo:
-        return describe_tokenizer(folder, str(self.tokenizer))
 
     @property
     def output(self) -> Path:
@@ -97,7 +94,7 @@ class MakeTokenizer(Stage):
 
     @property
     def info(self) -> TokenizerInfo:
-        return self.describe(self.output)
+        return describe_tokenizer(self.output, str(self.tokenizer))
 
     def _training_texts(self, progress: ProgressBar) -> Iterator[str]:
         skipped, empty = {}, True

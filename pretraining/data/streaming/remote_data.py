@@ -193,9 +193,6 @@ class StreamedSplit(TokenSplit):
         self._reported = False
         _open_splits.add(self)
 
-    def _of_entry(self, entry: dict) -> "StreamedSplit":
-        return type(self)(self.remote, self.name, entry)
-
     def _check_shards(self) -> None:
         """Do nothing: a shard is checked when it is fetched."""
 

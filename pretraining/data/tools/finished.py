@@ -99,10 +99,10 @@ class SplitDocuments(TokenSplit):
     def __init__(self, folder: Path, name: str, entry: dict, sources: list[str]):
         super().__init__(folder / name, entry)
         self.name, self.sources, self._most_open = name, sources, 1
-        self._document_starts = np.cumsum([0] + [e["documents"] for e in entry["shards"]], dtype=np.int64)
 
-    def _of_entry(self, entry: dict) -> TokenSplit:
-        return TokenSplit(self.folder, entry)
+    def _take(self, entry: dict) -> None:
+        super()._take(entry)
+        self._document_starts = np.cumsum([0] + [e["documents"] for e in entry["shards"]], dtype=np.int64)
 
     def shards(self) -> Iterator[tuple[dict, Shard]]:
         for number, entry in enumerate(self.shard_entries):
