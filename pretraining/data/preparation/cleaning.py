@@ -76,28 +76,18 @@ class EvaluationSets(Stage):
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
         sets = decontamination.read_evaluation_sets(self.section.folder, self.section.tasks)
-        index = decontamination.build_index(chain(sets, self._own_texts()), self.section)
+        own, pieces = [], enumerate(self.own.pieces if self.own else ())
+        for source, numbered in groupby(pieces, lambda numbered: numbered[1].source):
+            # Generators: what is behind the last document that counts is not read.
+            batches = [self.own.batches(range(number, number + 1), {}) for number, _ in numbered]
+            texts = chain.from_iterable(batch.texts for batch in chain.from_iterable(batches))
+            own.append(zip(repeat(self.own_names[source]), islice(texts, self.own_documents[source])))
+        index = decontamination.build_index(chain(sets, *own), self.section)
         for length, hashes in index.hashes.items():
             np.save(folder / f"{length}.hashes.npy", hashes)
             np.save(folder / f"{length}.owners.npy", index.owners[length])
         values = {"names": index.names, "texts": index.texts, "too_short": index.too_short}
         write_json(folder / INDEX_NAME, {**values, "lengths": list(index.hashes)})
-
-    def _own_texts(self) -> Iterator[tuple[str, str]]:
-        pieces = enumerate(self.own.pieces if self.own else ())
-        for source, own in groupby(pieces, lambda numbered: numbered[1].source):
-            # Generators: what is behind the last document that counts is not read.
-            batches = (self.own.batches(range(number, number + 1), {}) for number, _ in own)
-            texts = chain.from_iterable(batch.texts for batch in chain.from_iterable(batches))
-            yield from ((self.own_names[source], text) for text in islice(texts, self.own_documents[source]))
-
-    def index(self) -> decontamination.ContaminationIndex:
-        (folder,) = self.outputs()
-        values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
-        lengths = values.pop("lengths")
-        for kind in ("hashes", "owners"):
-            values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
-        return decontamination.ContaminationIndex(self.section, **values)
 
 
 @dataclass(frozen=True)
@@ -198,7 +188,14 @@ class Cleaner:
         self, filters: FilterChain, evaluation_sets: EvaluationSets | None, source_names: tuple[str, ...]
     ):
         self._chain, self._names = filters, source_names
-        self._index = evaluation_sets.index() if evaluation_sets else None
+        self._index = None
+        if evaluation_sets:
+            (folder,) = evaluation_sets.outputs()
+            values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+            lengths = values.pop("lengths")
+            for kind in ("hashes", "owners"):
+                values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
+            self._index = decontamination.ContaminationIndex(evaluation_sets.section, **values)
         self._contaminations: list[dict] = []
 
     def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
