@@ -145,7 +145,7 @@ def run_ours(folder: Path) -> None:
     np.save(work / "pairs.npy", pairs)
     dropped = np.zeros(len(parts.documents), bool)
     dropped[cluster([pairs], spec.accepted).dropped] = True
-    for piece, mask in enumerate(parts.documents.split(dropped)):
+    for piece, mask in enumerate(np.split(dropped, parts.documents.first[1:-1])):
         with (work / f"{piece:05d}.jsonl").open("w") as file:
             for row, drop in zip(rows_of(folder, piece), mask, strict=True):
                 if not drop:

@@ -7,6 +7,7 @@ read so far. The shards stay where the tasks wrote them until the data set is pu
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -85,20 +86,24 @@ class ArrivingSplit(ScatteredSplit):
 
     def look(self) -> tuple[dict, bool] | None:
         """Read the manifest of what can be read now, and whether that is all; None while no place has it."""
-        whole = read_manifest(self.place)
+        manifest = read_manifest(self.place)
         # With a larger budget, the data set that the preparation goes on from is there before.
-        if whole is not None and whole.get("origin") == self.origin and not lacking(whole, self.portions):
-            return self._excerpt(whole, TokenSplit), True
-        arrived = read_arrived(self.place)
-        if arrived is None or arrived["origin"] != self.origin:
+        is_whole = bool(
+            manifest and manifest.get("origin") == self.origin and not lacking(manifest, self.portions)
+        )
+        if not is_whole:
+            manifest = read_arrived(self.place)
+        if manifest is None or manifest["origin"] != self.origin:
             return None
-        with suppress(FileNotFoundError):  # published in this moment
-            return self._excerpt(arrived, ScatteredSplit), False
-        return None
-
-    def _excerpt(self, manifest: dict, kind: type[TokenSplit]) -> dict:
-        splits = {name: kind(self.place / name, entry) for name, entry in manifest["splits"].items()}
-        return excerpt_of(manifest, splits, self.portions, lambda: np.load(self.place / POSITIONS_FILE))
+        kind = TokenSplit if is_whole else ScatteredSplit
+        try:
+            splits = {name: kind(self.place / name, entry) for name, entry in manifest["splits"].items()}
+            read_positions = partial(np.load, self.place / POSITIONS_FILE)
+            return excerpt_of(manifest, splits, self.portions, read_positions), is_whole
+        except FileNotFoundError:
+            if is_whole:
+                raise
+            return None  # published in this moment
 
     def refresh(self) -> None:
         if not self.is_whole and (seen := self.look()) is not None:

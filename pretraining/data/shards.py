@@ -103,12 +103,6 @@ def map_shard(file: BinaryIO, where: str, entry: dict, dtype: np.dtype) -> Shard
     return shard
 
 
-def open_shard(path: Path, entry: dict, dtype: np.dtype) -> Shard:
-    """Map the shard at `path`; UserError if it is not the one of its manifest entry."""
-    with open(path, "rb", opener=regular) as file:
-        return map_shard(file, str(path), entry, dtype)
-
-
 def between(ends: np.ndarray, low: int, high: int) -> np.ndarray:
     """Select from the ordered `ends` those with low < end <= high."""
     return ends[slice(*np.searchsorted(ends, (low, high), side="right"))]

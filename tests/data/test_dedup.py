@@ -97,6 +97,7 @@ def signed(folder, texts: list[str], spec: MinHashSpec, num_pieces: int) -> Sign
 def hashed(folder, texts: list[str], num_pieces: int) -> list[Path]:
     pieces = pieces_of(folder, texts, num_pieces)
     for path, some in pieces:
+        path.mkdir(parents=True, exist_ok=True)
         np.save(path / HASHES_NAME, hash_texts(some))
     return [path for path, _ in pieces]
 

@@ -27,6 +27,7 @@ def jaccard(one: np.ndarray, other: np.ndarray) -> float:
 
 def write_signatures(folder: Path, signatures: Signatures) -> Path:
     """What `Clean` writes of a piece, in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, array in zip((KEYS_NAME, SKETCH_NAME), signatures, strict=True):
         np.save(folder / name, array)
     return folder

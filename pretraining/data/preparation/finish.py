@@ -35,7 +35,7 @@ from pretraining.data.publishing import building, publish
 from pretraining.data.shards import (
     SplitWriter,
     TokenSplit,
-    open_shard,
+    map_shard,
     split_entry,
     summed_entry,
     token_dtype,
@@ -241,7 +241,9 @@ def _join_validation(parts: list[_SourcePart], target: Path, dtype: np.dtype) ->
             for entry in result["splits"]["validation"]["shards"]:
                 if not entry["documents"]:
                     continue
-                shard = open_shard(output / "validation" / entry["file"], entry, dtype)
+                path = output / "validation" / entry["file"]
+                with path.open("rb") as file:
+                    shard = map_shard(file, str(path), entry, dtype)
                 writer.extend(shard.tokens, shard.ends, shard.num_bytes)
     return writer.finish(), counts
 

@@ -99,6 +99,13 @@ class GopherQuality(Rule):
         mean_length = float(lengths.mean()) if len(lengths) else 0.0
         hashes = view.text.count("#") / len(view.words)
         ellipses = sum(map(view.text.count, _ELLIPSES)) / len(view.words)
+        bullets, ending, num_lines = 0, 0, 1
+        # Most texts hold neither: one search is cheaper than a look at every line.
+        if any(symbol in view.text for symbol in _ELLIPSES + _BULLETS):
+            lines = view.text.splitlines()
+            num_lines = len(lines)
+            bullets = sum(line.lstrip().startswith(_BULLETS) for line in lines)
+            ending = sum(line.rstrip().endswith(_ELLIPSES) for line in lines)
         return (
             below("too_few_words", len(lengths), self.min_words)
             or above("too_many_words", len(lengths), self.max_words)
@@ -106,20 +113,10 @@ class GopherQuality(Rule):
             or above("words_too_long", mean_length, self.max_mean_word_length)
             or above("hashes", hashes, self.max_symbols_per_word)
             or above("ellipses", ellipses, self.max_symbols_per_word)
-            or self._judge_lines(view.text)
+            or above("bullet_lines", bullets / num_lines, self.max_bullet_lines)
+            or above("ellipsis_lines", ending / num_lines, self.max_ellipsis_lines)
             or below("alphabetic_words", float(view.words.is_alphabetic.mean()), self.min_alphabetic_words)
             or below("stop_words", view.words.count_distinct(tuple(self.stop_words)), self.min_stop_words)
-        )
-
-    def _judge_lines(self, text: str) -> Rejection | None:
-        # Most texts hold neither: one search is cheaper than a look at every line.
-        if not any(symbol in text for symbol in _ELLIPSES + _BULLETS):
-            return None
-        lines = text.splitlines()
-        bullets = sum(line.lstrip().startswith(_BULLETS) for line in lines) / len(lines)
-        ellipses = sum(line.rstrip().endswith(_ELLIPSES) for line in lines) / len(lines)
-        return above("bullet_lines", bullets, self.max_bullet_lines) or above(
-            "ellipsis_lines", ellipses, self.max_ellipsis_lines
         )
 
 

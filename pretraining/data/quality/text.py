@@ -54,19 +54,16 @@ def count_sentences(line: str) -> int:
     Closing quotes and brackets belong to the mark before them. The period of an abbreviation or of initials ends none.
     """
     words = line.split()
-    return sum(map(_ends_sentence, words[:-1])) + 1 if words else 0
-
-
-def _ends_sentence(word: str) -> bool:
-    word = word.rstrip(_CLOSING)
-    if not word or word[-1] not in _ENDS:
-        return False
-    # Only a period can belong to an abbreviation: other marks always end a sentence.
-    if word[-1] != ".":
-        return True
-    stem = word[:-1].lstrip(_OPENING).lower()
-    is_initials = stem.isascii() and all(len(part) == 1 and part.isalpha() for part in stem.split("."))
-    return stem not in _ABBREVIATED and not is_initials
+    count = min(len(words), 1)
+    for word in words[:-1]:
+        word = word.rstrip(_CLOSING)
+        if not word or word[-1] not in _ENDS:
+            continue
+        stem = word[:-1].lstrip(_OPENING).lower()
+        is_initials = stem.isascii() and all(len(part) == 1 and part.isalpha() for part in stem.split("."))
+        # Only a period can belong to an abbreviation: other marks always end a sentence.
+        count += word[-1] != "." or (stem not in _ABBREVIATED and not is_initials)
+    return count
 
 
 SPACE, SYMBOL, ALPHABETIC, DIGIT, NOT_PUNCTUATION, JOINS_LETTERS, JOINS_DIGITS, RUNS = (

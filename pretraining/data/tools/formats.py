@@ -364,8 +364,25 @@ class MdsFolder:
             yield from samples
 
     def _samples(self, shard: dict) -> Iterator[np.ndarray]:
-        content, count, size = self._content(shard), shard["samples"], shard["raw_data"]["bytes"]
+        count, size = shard["samples"], shard["raw_data"]["bytes"]
         place = self.folder / shard["raw_data"]["basename"]
+        if place.is_file():
+            content = memoryview(place.read_bytes())
+        else:
+            packed = self.folder / (shard.get("zip_data") or {}).get("basename", place.name)
+            if not packed.is_file():
+                raise UserError(f"{place}: no such file, and {self.index} names it; copy it too")
+            kind = (shard.get("compression") or "").partition(":")[0]
+            if kind not in _CODECS:
+                what = f"compressed with {kind}; convert reads {', '.join(_CODECS)}; unpack it first"
+                raise UserError(f"{packed}: {what}")
+            import pyarrow
+
+            try:
+                with pyarrow.CompressedInputStream(pyarrow.OSFile(str(packed)), _CODECS[kind]) as stream:
+                    content = memoryview(stream.read())
+            except (OSError, ValueError) as error:
+                raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
         has_offsets = len(content) >= 8 + 4 * count
         offsets = np.frombuffer(content, "<u4", count + 1, 4) if has_offsets else np.zeros(1)
         if len(content) != size or offsets[-1] != size:
@@ -382,25 +399,6 @@ class MdsFolder:
             except (IndexError, ValueError, TypeError) as error:
                 raise UserError(f"{place}: damaged, or of another type ({error}); copy it again") from error
             yield tokens
-
-    def _content(self, shard: dict) -> memoryview:
-        plain = self.folder / shard["raw_data"]["basename"]
-        if plain.is_file():
-            return memoryview(plain.read_bytes())
-        packed = self.folder / (shard.get("zip_data") or {}).get("basename", plain.name)
-        if not packed.is_file():
-            raise UserError(f"{plain}: no such file, and {self.index} names it; copy it too")
-        kind = (shard.get("compression") or "").partition(":")[0]
-        if kind not in _CODECS:
-            what = f"compressed with {kind}; convert reads {', '.join(_CODECS)}; unpack it first"
-            raise UserError(f"{packed}: {what}")
-        import pyarrow
-
-        try:
-            with pyarrow.CompressedInputStream(pyarrow.OSFile(str(packed)), _CODECS[kind]) as stream:
-                return memoryview(stream.read())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{packed}: cannot be unpacked ({error}); copy it again") from error
 
 
 ForeignFile = MegatronFile | DatatroveFile | BinFile | MdsFolder
