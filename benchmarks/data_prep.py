@@ -114,8 +114,8 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
 
     import pretraining.data.preparation.finish
     import pretraining.data.preparation.plan  # noqa: F401
-    from pretraining.data import encoder as encoding
     from pretraining.data.manifest import read_manifest
+    from pretraining.data.preparation import tokenizing
     from pretraining.data.preparation.prepare import prepare_data
     from pretraining.data.shards import TokenSplit
     from pretraining.recipe import load_recipe
@@ -125,7 +125,7 @@ def shards(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:
     changes = [f"model.vocab_size={1 << 16}", f"model.n_positions={BLOCK}"]
     recipe = load_recipe(str(tiny_recipe(root, data)), changes)
     encoder = open_encoder(root, backend)
-    encoding.Encoder.open = lambda *_, **__: encoder
+    tokenizing.Encoder = lambda *_, **__: encoder
 
     def documents_of(folder: Path) -> Iterator[np.ndarray]:
         for split, entry in read_manifest(folder)["splits"].items():
@@ -143,7 +143,7 @@ def open_encoder(root: Path, backend: str):
 
     folder = root / "tokenizer"
     info = describe_tokenizer(folder, "benchmark")
-    return Encoder.open(folder, info, backend)
+    return Encoder(folder, info, backend)
 
 
 def bare(root: Path, output: Path, backend: str) -> tuple[Callable, Callable]:

@@ -76,7 +76,7 @@ def texts_of_this_machine(num_bytes: int) -> list[str]:
 def ours(spec: dict) -> Callable[[list[str]], list[bool]]:
     from pretraining.data.quality.chain import FilterChain
 
-    chain = FilterChain.of([spec])
+    chain = FilterChain([spec])
     return lambda texts: [text is not None for text in chain.apply(texts, [""] * len(texts))]
 
 

@@ -130,28 +130,23 @@ def _uncertain_table() -> np.ndarray:
 class Encoder:
     """Turn texts into tokens of the shards' type, with special tokens around each document, without the GIL."""
 
-    def __init__(self, backend: Backend, reference: Reference, borders: Borders, dtype: np.dtype):
-        self.backend, self.reference = backend, reference
-        self.borders, self.dtype = borders, dtype
-        self.note: str | None = None
-        """A sentence for the user if `auto` fell back to the reference."""
-        self.num_checked = 0
-        """Documents that both have encoded, with equal results."""
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         folder: Path,
         info: TokenizerInfo,
         backend: str = AUTO,
         sample: Iterable[str] = (),
         borders: str = "eos",
-    ) -> "Encoder":
+    ):
         """Open the encoder of a tokenizer folder that `data.encoder` asks for; borders: `data.borders`.
 
         A fast backend must first encode built-in adversarial strings and the beginning of `sample` as the reference
         does. Raises UserError for a backend that is named and does not fit.
         """
+        self.note: str | None = None
+        """A sentence for the user if `auto` fell back to the reference."""
+        self.num_checked = 0
+        """Documents that both have encoded, with equal results."""
         tokenizer = read_json_value(folder / "tokenizer.json")
         special = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["special"]}
         # Text that spells a special token must stay text.
@@ -159,18 +154,19 @@ class Encoder:
         # These would add tokens to a document, or cut it.
         tokenizer["post_processor"] = tokenizer["truncation"] = tokenizer["padding"] = None
         content = json.dumps(tokenizer)
-        reference, dtype = Reference(content), token_dtype(info.vocab_size)
+        self.reference, self.dtype = Reference(content), token_dtype(info.vocab_size)
+        self.backend: Backend = self.reference
+        self.borders = Borders.of(borders, vars(info))
         # The spelling of a special token, read as ordinary text, must not become that token.
-        ids, offsets = reference.encode_flat(list(special))
+        ids, offsets = self.reference.encode_flat(list(special))
         for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
             if number in ids[start:stop]:
                 raise UserError(
                     f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
                     "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
                 )
-        encoder = cls(reference, reference, Borders.of(borders, vars(info)), dtype)
         if backend == Reference.name:
-            return encoder
+            return
         # Whole texts from the front, the last one cut; a first text longer than the limit still gives a sample.
         trial, left = list(adversarial_texts(tuple(special))), SAMPLE_CHARACTERS
         for text in sample:
@@ -181,7 +177,7 @@ class Encoder:
         name = Fastokens.name if backend == AUTO else backend
         try:
             fast = BACKENDS[name](content)
-            different = _first_difference(fast.encode_flat(trial), reference.encode_flat(trial))
+            different = _first_difference(fast.encode_flat(trial), self.reference.encode_flat(trial))
         except ModuleNotFoundError as error:
             unfit = f"is not installed (pip install {error.name})"
         except BaseException as error:  # Rust panics are no Exceptions
@@ -190,14 +186,13 @@ class Encoder:
             unfit = f"cannot use this tokenizer ({str(error).strip().partition(chr(10))[0]})"
         else:
             if different is None:
-                encoder.backend = fast
-                return encoder
+                self.backend = fast
+                return
             unfit = f"encodes {trial[different][:40]!r} differently from the reference"
         if backend != AUTO:
             remedy = f'set data.encoder to "{AUTO}" or "{Reference.name}"'
             raise UserError(f"data.encoder: {name} {unfit}; {remedy}")
-        encoder.note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
-        return encoder
+        self.note = f"{name} {unfit}: encoding with tokenizers, which is many times slower"
 
     def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a batch: `tokens` [tokens] of the shards' type, documents in their borders; `ends` [texts], int64.

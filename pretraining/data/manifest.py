@@ -168,7 +168,7 @@ def consulted(data: dict) -> dict:
     if data.get("filters"):
         from pretraining.data.quality.chain import FilterChain
 
-        chain = FilterChain.of(data["filters"])
+        chain = FilterChain(data["filters"])
         found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
     if folder := (data.get("decontaminate") or {}).get("folder"):
         from pretraining.data.dedup.decontamination import fingerprint_of_sets

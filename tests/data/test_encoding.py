@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def open_encoder(folder: Path, backend: str, **options) -> Encoder:
-    return Encoder.open(folder, describe_tokenizer(folder, "test"), backend, **options)
+    return Encoder(folder, describe_tokenizer(folder, "test"), backend, **options)
 
 
 def random_texts(count: int, seed: int) -> list[str]:
@@ -230,7 +230,7 @@ def test_a_trained_tokenizer_has_special_tokens_and_a_least_frequency(tmp_path: 
     assert set(special) <= set(tokenizer.all_special_tokens)
     assert tokenizer.decode(tokenizer("<|user|>cat").input_ids, skip_special_tokens=True) == "cat"
     info = describe_tokenizer(tmp_path / "few", "few")
-    encoder = Encoder.open(tmp_path / "few", info, "auto", sample=texts)
+    encoder = Encoder(tmp_path / "few", info, "auto", sample=texts)
     tokens, _ = encoder.encode(["<|user|> on"], ["here"])
     assert not set(tokens[:-1].tolist()) & {0, 1, 2}
     assert "zy" not in tokenizer.get_vocab() and "at" in tokenizer.get_vocab()
@@ -245,7 +245,7 @@ def test_a_pattern_says_what_is_never_merged(tmp_path: Path) -> None:
     for number, (split, longest) in enumerate(names.items()):
         folder = tmp_path / str(number)
         train_tokenizer(texts, 275, folder, split=split)
-        encoder = Encoder.open(folder, describe_tokenizer(folder, "own"), "auto", sample=texts)
+        encoder = Encoder(folder, describe_tokenizer(folder, "own"), "auto", sample=texts)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         pieces = [text.replace("Ġ", "") for text in tokenizer.get_vocab() if "2" in text]
         assert max(pieces, key=len) == longest and encoder.note is None
@@ -263,7 +263,7 @@ def test_a_tokenizer_of_units_spells_any_text(tmp_path: Path, units: str) -> Non
     )
     info = describe_tokenizer(tmp_path, "own")
     assert (info.eos_token_id, info.bos_token_id, info.vocab_size) == (0, 0, 258 if units == "bytes" else 264)
-    encoder, text = Encoder.open(tmp_path, info, "auto", sample=["naïve"]), "ïa数 <|x|>"
+    encoder, text = Encoder(tmp_path, info, "auto", sample=["naïve"]), "ïa数 <|x|>"
     tokens, ends = encoder.encode([text], ["here"])
     assert len(tokens) == ends[0] == 1 + (len(text.encode()) if units == "bytes" else len(text) + 2)
     spelled = tokens_of_file(tmp_path / "tokenizer.json")

@@ -160,7 +160,7 @@ SPECS = [
 
 def test_every_document_and_byte_is_accounted_for(texts):
     """Honest counts: read = kept + rejected by rule, in documents and bytes; what is kept is what came back."""
-    chain = FilterChain.of(SPECS)
+    chain = FilterChain(SPECS)
     kept = chain.apply(texts, [str(n) for n in range(len(texts))])
     report = chain.report
     rejected = [entry for rule in report.rules for entry in rule["rejected"].values()]
@@ -177,11 +177,11 @@ def test_every_document_and_byte_is_accounted_for(texts):
 def test_the_report_does_not_depend_on_workers(texts):
     """Merged in document order, the reports of any division of the work are one worker's, examples included."""
     wheres = [f"corpus:{number}" for number in range(len(texts))]
-    whole = FilterChain.of(SPECS)
+    whole = FilterChain(SPECS)
     kept = whole.apply(texts, wheres)
     reports, together = [], []
     for first in range(0, len(texts), 37):
-        chain = FilterChain.of(SPECS)
+        chain = FilterChain(SPECS)
         together += chain.apply(texts[first : first + 37], wheres[first : first + 37])
         reports.append(pickle.loads(pickle.dumps(chain.report)))
     assert together == kept
@@ -226,13 +226,13 @@ def test_the_identity_changes_with_all_that_verdicts_depend_on(tmp_path):
     words.write_text("one")
     specs = [{"rule": "blocklist", "path": str(words)}, {"rule": "callable", "import": f"{own_rule}:keep"}]
     specs.append({"rule": "language", "languages": ["en"]})
-    before = FilterChain.of(specs).identity
-    assert FilterChain.of(specs).identity == before and json.dumps(before)
+    before = FilterChain(specs).identity
+    assert FilterChain(specs).identity == before and json.dumps(before)
     model = RULES["language"](languages=["en"])._path
     assert before[2]["model"] == hashlib.sha256(model.read_bytes()).hexdigest()
     words.write_text("two")
     own_rule.write_text("def keep(text):\n    return True\n")
-    after = FilterChain.of(specs).identity
+    after = FilterChain(specs).identity
     assert after[0] != before[0] and after[1] != before[1] and after[2] == before[2]
 
 

@@ -156,7 +156,7 @@ MISTAKES = {
 def test_each_mistake_is_told_before_any_text_is_read(spec, message):
     """Strict recipe: entry, key and remedy on one line."""
     with pytest.raises(UserError) as error:
-        FilterChain.of([spec], where="recipes/x.json")
+        FilterChain([spec], where="recipes/x.json")
     assert str(error.value).startswith("recipes/x.json: data.filters.0") and message in str(error.value)
 
 
@@ -181,7 +181,7 @@ def test_checking_a_recipe_loads_neither_numpy_nor_a_model():
     specs = [{"rule": name} for name in PUBLISHED] + [{"rule": "language", "languages": ["en"]}]
     program = (
         "import sys; from pretraining.data.quality.chain import FilterChain\n"
-        f"FilterChain.of({specs!r}); print(sorted(set(sys.modules) & {{'numpy', 'fasttext', 'datatrove', 'spacy'}}))"
+        f"FilterChain({specs!r}); print(sorted(set(sys.modules) & {{'numpy', 'fasttext', 'datatrove', 'spacy'}}))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
@@ -217,7 +217,7 @@ def test_a_classifier_tells_texts_apart_that_it_has_not_seen(classifier):
     assert [model.scores([text])[0] for text in texts] == scores.tolist()
     middle = float(scores[:20].mean())
     bands = [{"min_score": middle, "sources": ["best"]}, {"max_score": middle, "sources": ["rest"]}]
-    chain = FilterChain.of([{"rule": "quality", "model": str(classifier), **band} for band in bands])
+    chain = FilterChain([{"rule": "quality", "model": str(classifier), **band} for band in bands])
     kept = {name: chain.apply(texts, texts, name) for name in ("best", "rest", "web")}
     assert kept["web"] == texts
     assert [text or other for text, other in zip(kept["best"], kept["rest"], strict=True)] == texts
@@ -233,9 +233,9 @@ def test_what_is_no_classifier_is_one_line(classifier, tmp_path, capsys):
     for name, said in wrong.items():
         with pytest.raises(UserError, match=rf"data\.filters\.0\.quality.*{said}|{said}"):
             rule = {"rule": "quality", "model": str(tmp_path / f"{name}.npz"), "min_score": 0.5}
-            FilterChain.of([rule]).apply(["text"], ["here"])
+            FilterChain([rule]).apply(["text"], ["here"])
     with pytest.raises(UserError, match="label: goes with"):
-        FilterChain.of([{"rule": "quality", "model": str(classifier), "label": "hq", "min_score": 0.5}])
+        FilterChain([{"rule": "quality", "model": str(classifier), "label": "hq", "min_score": 0.5}])
     few = str(tmp_path / "few.jsonl")
     with pytest.raises(UserError, match="--good: has 1 texts; give at least 20"):
         main(["quality", str(tmp_path / "m.npz"), "--good", few, "--other", few])

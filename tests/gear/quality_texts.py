@@ -52,7 +52,7 @@ def many_texts() -> list[str]:
 
 
 def chain_of(*specs: dict) -> FilterChain:
-    return FilterChain.of(list(specs))
+    return FilterChain(list(specs))
 
 
 def verdict_of(spec: dict, text: str):

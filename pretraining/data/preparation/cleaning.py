@@ -122,7 +122,7 @@ class Clean(Stage):
         return [digest_of(self.consulted, evaluation, compared, key, *names) for key in self.corpus.keys]
 
     def cleaner(self) -> "Cleaner":
-        return Cleaner(FilterChain.of(self.filters), self.evaluation_sets, self.source_names)
+        return Cleaner(FilterChain(self.filters), self.evaluation_sets, self.source_names)
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""

@@ -272,7 +272,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
         # Empty and undecodable texts say nothing about the encoder.
         sample = [each.text for each in islice(sources[0].documents(), 20) if each.text]
         info = describe_tokenizer(tokenizer, str(data.tokenizer))
-        encoder = Encoder.open(tokenizer, info, data.encoder, sample, data.borders)
+        encoder = Encoder(tokenizer, info, data.encoder, sample, data.borders)
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
         progress.label("counting")

@@ -158,7 +158,7 @@ class Tokenize(Stage):
         sample = [text for batch in first for text in batch.texts]
         info = self.tokenizer.info
         borders = self.tokenizer.borders
-        encoder = Encoder.open(self.tokenizer.output, info, self.encoder, sample, borders)
+        encoder = Encoder(self.tokenizer.output, info, self.encoder, sample, borders)
         # Silent in workers, else each task would print it.
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)

@@ -31,30 +31,25 @@ RULES: dict[str, type[Rule]] = {
 class FilterChain:
     """Rules in the recipe's order, and the `report` of all they have seen. A verdict depends on the text alone."""
 
-    def __init__(self, rules: Sequence[Rule]):
-        self.rules = tuple(rules)
-        names = [rule.name for rule in self.rules]
-        # A rule that the recipe names again is numbered: blocklist, blocklist 2.
-        numbers = [names[: position + 1].count(name) for position, name in enumerate(names)]
-        titles = [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
-        self.report = FilterReport([{"name": title, "rejected": {}, "changed": {}} for title in titles])
-
-    @classmethod
-    def of(cls, specs: list[dict], where: str = "") -> "FilterChain":
+    def __init__(self, specs: list[dict], where: str = ""):
         """Build the chain of a recipe's `data.filters`.
 
         Raises UserError (`where`, key and number of the entry) for one that names no rule, an unknown parameter, a
         value that does not fit, a file that cannot be read, a function that cannot be imported, or a package that
         is not installed.
         """
-        rules = []
+        self.rules: list[Rule] = []
         for number, entry in enumerate(check(specs, filters_schema(), where, "data.filters")):
             try:
-                rules.append(RULES[entry["rule"]].of(entry))
+                self.rules.append(RULES[entry["rule"]].of(entry))
             except UserError as error:
                 # With the number of the entry, because a recipe may name a rule twice.
                 raise problem(where, f"data.filters.{number}.{entry['rule']}", str(error)) from error
-        return cls(rules)
+        names = [rule.name for rule in self.rules]
+        # A rule that the recipe names again is numbered: blocklist, blocklist 2.
+        numbers = [names[: position + 1].count(name) for position, name in enumerate(names)]
+        titles = [name if n == 1 else f"{name} {n}" for name, n in zip(names, numbers, strict=True)]
+        self.report = FilterReport([{"name": title, "rejected": {}, "changed": {}} for title in titles])
 
     @property
     def identity(self) -> list[dict]:
