@@ -326,8 +326,7 @@ def masked_block(tokens: np.ndarray, ends: np.ndarray) -> dict[str, np.ndarray]:
 def stack_blocks(blocks: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray | int | bool]:
     """Make one batch of blocks: int64 [L] under each key becomes int64 [batch, L].
 
-    If they have positions, it also holds what keeps documents apart in a forward pass, whatever the model's config
-    says.
+    With positions it also holds what keeps documents apart in a forward pass, whatever the model's config says.
     """
     batch = {key: np.stack([block[key] for block in blocks]) for key in blocks[0]}
     if "position_ids" not in batch:

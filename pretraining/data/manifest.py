@@ -279,8 +279,7 @@ def check_blocks(
 ) -> None:
     """Raise UserError unless train, the held-out share and each validation source hold a block, and a target more.
 
-    workable_share: finds a data.validation_share that leaves each split a block, from tokens that there are and are
-    wanted.
+    workable_share: finds a data.validation_share that leaves each split a block, from tokens there are and wanted.
     """
     # One more than the inputs: the target of the last one.
     wanted = sequence_length + 1

@@ -49,8 +49,7 @@ class SourceMixture(NamedTuple):
         """Return shares, tokens and epochs of each source, per stage and over the run's first `num_samples` samples.
 
         "promised" is the printed share: a decimal value, and beside it a fraction. "realised" is that of the blocks
-        that are drawn, less than a block away. "validation_note" says how the shares of the validation split differ, if
-        they do.
+        that are drawn, less than a block away. "validation_note" says how the validation split's shares differ, if so.
         """
         stages = []
         for stage in self.interleaving.stages:

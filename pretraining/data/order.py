@@ -97,10 +97,8 @@ class GroupedOrder(_EpochOrder):
         self._arranged: tuple = (None, None)
 
     def _arrange(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the epoch's shards in their shuffled order, without those in which no block starts: [shards].
-
-        With it the position, in blocks, after each of them if they were read in sequence, [shards], and that at which
-        each group begins, [groups + 1].
+        """Return the epoch's shuffled shards, without those in which no block starts, [shards]; the position in blocks
+        after each of them if they were read in sequence, [shards]; that at which each group begins, [groups + 1].
         """
         arranged, found = self._arranged
         if arranged != epoch:

@@ -135,8 +135,7 @@ class PackedDataset:
     def read_block(self, block: int, sample: int | None = None) -> dict[str, np.ndarray]:
         """Read inputs and labels of one block, int64 [L] each: unmasked, two views of one array of L + 1 tokens.
 
-        The guard looks at it if `sample`, its position in the run, is given; no token of a block that it leaves out is
-        a target.
+        The guard looks at it if `sample`, its position in the run, is given; of a block left out no token is a target.
         """
         source, stretches = self.place(block)
         split, (*others, (start, stop)) = self.splits[source], stretches

@@ -21,8 +21,7 @@ from pretraining.runtime.durable_files import sync_to_disk
 def preparation_lock(folder: Path) -> Iterator[Path | None]:
     """Hold the lock on the preparation of `folder`; report it and wait while another process holds the lock.
 
-    It removes what an interrupted preparation left, and yields the new place of the data set that this was about to
-    keep.
+    It removes what an interrupted preparation left, and yields the new place of the data set that this had to keep.
     """
     path = folder.parent / f".{folder.name}.lock"
     made_parent = not folder.parent.exists()

@@ -129,10 +129,7 @@ class TextColumn:
         return list(dict.fromkeys([self.name, *tops]))
 
     def document(self, row: dict, where: str) -> Document:
-        """Make the document of one row.
-
-        Raises UserError if the row is wanted, and its column is missing (lists those there are) or is not a text.
-        """
+        """Make the document of one row; UserError if it is wanted, and its column is missing or is not a text."""
         if not all(each.holds(row) for each in self._conditions):
             return Document("", where, False)
         if self.name not in row:
@@ -154,8 +151,7 @@ class TextColumn:
 def list_files(spec: str, key: str = "data.sources", form: str | None = None) -> list[InputFile]:
     """List the files that a path, folder or glob names, by name; UserError if there is none to read.
 
-    In a folder only readable suffixes count; a file or glob with others is refused. key: of the recipe, for messages.
-    form: `format` of the source.
+    In a folder only readable suffixes count; a file or glob with others is refused. form: `format` of the source.
     """
     if not spec.strip():
         raise UserError(f"{key}: path is empty; name a file, a folder or a glob")

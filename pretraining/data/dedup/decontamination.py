@@ -53,8 +53,7 @@ class ContaminationIndex:
     def check(self, texts: Sequence[str]) -> tuple[np.ndarray, dict]:
         """Return bool [texts], whether each is contaminated, and a report (`merge_reports` adds those of pieces).
 
-        For every evaluation set with a find it holds the documents dropped, and examples: their number and the shared
-        words.
+        For every evaluation set with a find it holds the documents dropped, and examples: number and shared words.
         """
         contaminated = np.zeros(len(texts), np.bool_)
         report: dict[str, Any] = {"documents": len(texts), "dropped": 0, "sets": {}}

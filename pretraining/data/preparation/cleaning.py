@@ -411,8 +411,7 @@ class CleanedCorpus:
     def reports(self, accounts: list[dict]) -> dict:
         """Report what cleaning took out, as far as the recipe asks for it.
 
-        Returns {"filters", "decontamination", "duplicates", "passages"}. accounts: of texts that were cleaned as they
-        were read.
+        Returns {"filters", "decontamination", "duplicates", "passages"}. accounts: of texts cleaned as they were read.
         """
         cleaned = [account["cleaned"] for account in accounts] if self.as_read else self.clean.reports()
         merged, reports = merged_reports(cleaned), {}

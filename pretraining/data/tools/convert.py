@@ -176,8 +176,7 @@ def import_data(
 def draw_of_tokens(tokens: np.ndarray) -> float:
     """Draw a number in [0, 1) from the ids of a document without its EOS: below validation_share means validation.
 
-    It is `draw_of` the ids, as there is no text: equal documents stay together, but perhaps not where their text would
-    be.
+    As there is no text, it is `draw_of` the ids: equal documents stay together, but perhaps not where their text is.
     """
     # uint32 whatever the file's own type, so that equal documents of two files agree.
     return draw_of(np.ascontiguousarray(tokens, "<u4").tobytes())

@@ -76,10 +76,7 @@ class FinishedData:
 
 
 def source_names(manifest: dict) -> list[str]:
-    """Name each source, training's first, by its name or the last part of its path or data set name; all names differ.
-
-    Raises UserError if the manifest counts others than it names.
-    """
+    """Name each source, training's first, by name or end of its path; UserError if the manifest counts others."""
     entries, section = source_entries(manifest), manifest["data"]
     specs = [*section.get("sources", ()), *(section.get("validation") or {}).get("sources", ())]
     if specs and len(specs) != len(entries):
