@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from pretraining.data.arriving import POLL_SECONDS, ArrivingSplit, arrived_path, read_arrived
 from pretraining.data.order import ALL_SAMPLES, Order
@@ -35,17 +34,7 @@ from pretraining.training.stopping import StopRequests
 LOG_NAME = "preparation.log"
 LOOKS_AT_WORK_SECONDS = 5.0
 ENDING_SECONDS = 15.0
-
-
-class PreparationState(NamedTuple):
-    """What rank 0 sees of the preparation, for all ranks."""
-
-    ready: int
-    """Samples of the run that can be read, from its beginning on."""
-    failure: str | None
-    """Why no more will come."""
-    works: bool
-    """Whether the preparation has moved since the last look."""
+AGAIN = "; once that is mended, the same command goes on"
 
 
 class Arrival:
@@ -109,7 +98,7 @@ class Arrival:
         assert self._preparation is not None
         if self._preparation.has_ended():
             if (failure := self._preparation.failure()) is not None:
-                raise UserError(_failed(failure))
+                raise UserError(failure + AGAIN)
             return {}
         # What a killed preparation has left counts only after this one has looked at it.
         if _written(arrived_path(self._folder)) == self._stale:
@@ -140,7 +129,7 @@ class Arrival:
             return True
         # on rank 0, also while there is still something to read
         if self._preparation is not None and (failure := self._preparation.failure()) is not None:
-            self._show(f"the preparation failed: {failure}; training goes on with what is there")
+            self._show(f"{failure}; training goes on with what is there")
         last = self._progress.samples_at(self._progress.last_step)
         samples = min(self._progress.samples_at(step + 1) + samples_ahead, last)
         if samples <= self._ready:
@@ -149,14 +138,13 @@ class Arrival:
         try:
             with long_work():
                 while True:
-                    look = from_rank_0(lambda: self._look(samples, step))
-                    self._ready = look.ready
-                    if look.works:
+                    self._ready, end, works = from_rank_0(lambda: self._look(samples, step))
+                    if works:
                         work_done()
-                    if samples <= look.ready:
+                    if samples <= self._ready:
                         return True
-                    if look.failure is not None:
-                        raise UserError(look.failure)
+                    if end is not None:
+                        raise UserError(end)
                     waits = True
                     if self.stop.agreed():
                         return False
@@ -166,8 +154,8 @@ class Arrival:
                 seconds = round(time.monotonic() - began, 3)
                 self.run.add_event("waited_for_data", step=step, seconds=seconds)
 
-    def _look(self, samples: int, step: int) -> PreparationState:
-        """Look on rank 0."""
+    def _look(self, samples: int, step: int) -> tuple[int, str | None, bool]:
+        """Look on rank 0: samples that can be read, why no more will come, whether it has moved since the last look."""
         assert self._order is not None and self._preparation is not None
         # In this order: what it finishes after the first question is seen by the second.
         ended, failure = self._preparation.has_ended(), self._preparation.failure()
@@ -185,13 +173,13 @@ class Arrival:
                 f"{self._folder}: its preparation has ended, and it is not there; type the same command again"
             )
         elif failure is not None:
-            failure = _failed(failure)
+            failure += AGAIN
         works, (at, seconds) = ready > self._ready, self._worked
         if not works and time.monotonic() - at >= LOOKS_AT_WORK_SECONDS:
             # it may have used the processor since it was last asked
             self._worked = time.monotonic(), self._preparation.seconds_worked()
             works = self._worked[1] != seconds
-        return PreparationState(ready, failure, works)
+        return ready, failure, works
 
     def close(self) -> None:
         """End the preparation; print how it goes on if it is not done."""
@@ -202,10 +190,6 @@ class Arrival:
         self._preparation.end()
         if not self.run.recipe.exists():
             self._preparation.log.unlink(missing_ok=True)  # a refused run leaves nothing
-
-
-def _failed(why: str) -> str:
-    return f"the preparation failed: {why}; once that is mended, the same command goes on"
 
 
 def _written(path: Path) -> tuple[int, int] | None:
@@ -241,14 +225,14 @@ class Alongside:
         return self._process.poll() is not None
 
     def failure(self) -> str | None:
-        """Return why it failed, in its own words; None while it works, and after it has done all."""
+        """Say that it failed and why, in its own words; None while it works, and after it has done all."""
         code = self._process.poll()
         if code and self._failure is None:
             self._output.seek(0)
             lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
             how = f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             # without an error of ours the last line is that of a traceback
-            self._failure = error_line(lines) or "; ".join([how, *lines[-1:]])
+            self._failure = f"the preparation failed: {error_line(lines) or '; '.join([how, *lines[-1:]])}"
         return self._failure
 
     def seconds_worked(self) -> float:

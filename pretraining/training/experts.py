@@ -94,16 +94,6 @@ class ExpertLoad(TrainerCallback, ExportableState):
         flat = iter(sum_over_ranks(torch.cat(self.window).tolist()))  # the host waits for the device
         self.window, counts = None, [list(islice(flat, size)) for size in sizes]
         logs.update({f"{PREFIX}{name}": value for name, value in load_metrics(counts).items()})
-        found = self._newly_starved(counts)
-        if found and state.is_world_process_zero:
-            advice = ADVICE["starved_experts"]
-            self.run.add_event("starved_experts", step=state.global_step, experts=found, **advice)
-            first = f"expert {found[0]['expert']} of layer {found[0]['layer']}, {found[0]['share']:.1%} of its choices"
-            line = f"step {state.global_step}: {several(len(found), 'expert')} starved, the first: {first}"
-            print(f"{line}; try {advice['try'][0]}", file=sys.stderr, flush=True)
-
-    def _newly_starved(self, counts: list[list[float]]) -> list[dict]:
-        """Return the experts that have starved for exactly `WINDOWS` windows now. The same on every rank."""
         now = {}
         for layer, row in enumerate(counts):
             even = sum(row) / len(row)
@@ -112,12 +102,18 @@ class ExpertLoad(TrainerCallback, ExportableState):
                     now[layer, expert] = self.starved.get((layer, expert), 0) + 1
         # an expert that has recovered is not in it, and counts from 0 again
         self.starved = now
-        return [
+        found = [
             {"layer": layer, "expert": expert, "share": counts[layer][expert] / sum(counts[layer])}
             for (layer, expert), windows in now.items()
             # not ">=": each expert is reported once
             if windows == WINDOWS
         ]
+        if found and state.is_world_process_zero:
+            advice = ADVICE["starved_experts"]
+            self.run.add_event("starved_experts", step=state.global_step, experts=found, **advice)
+            first = f"expert {found[0]['expert']} of layer {found[0]['layer']}, {found[0]['share']:.1%} of its choices"
+            line = f"step {state.global_step}: {several(len(found), 'expert')} starved, the first: {first}"
+            print(f"{line}; try {advice['try'][0]}", file=sys.stderr, flush=True)
 
     def state(self) -> dict:
         starved = [[layer, expert, windows] for (layer, expert), windows in self.starved.items()]

@@ -101,98 +101,6 @@ class UnitPart(NamedTuple):
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
 
-    def squares(self, flat: torch.Tensor) -> torch.Tensor:
-        """Sum the squares of each unit's elements in the block, in fp32 at least."""
-        dtype = torch.promote_types(flat.dtype, torch.float32)
-        dimension = 0 if self.are_columns else 1
-        return torch.linalg.vector_norm(self.of(flat), dim=dimension, dtype=dtype).square()
-
-
-class UnitLayout(NamedTuple):
-    """The parts of a tensor that an optimizer steps."""
-
-    parts: list[UnitPart]
-    num_units: int
-    """Units of all parameters that this tensor and its counterparts on the other ranks hold."""
-    is_shared: bool
-    """Other ranks hold the rest of its units."""
-
-
-def unit_layouts(model: PreTrainedModel, zero: Any = None) -> dict[int, UnitLayout]:
-    """Return {id(tensor): layout} of what `zero` steps (None: whole parameters); the head's units are not clipped."""
-    head, matrices = model.get_output_embeddings(), hidden_matrices(model)
-    spared = None if head is None else head.weight
-    units = {
-        parameter: UnitDivision.of(whole_shape(parameter), name in matrices and matrices[name].transposed)
-        for name, parameter in model.named_parameters()
-        if parameter is not spared
-    }
-    if zero is None:
-        return {
-            id(parameter): UnitLayout(
-                list(each.parts(first_element(parameter), parameter.numel())), each.count, False
-            )
-            for parameter, each in units.items()
-        }
-    layouts = {}
-    for partition in zero_partitions(zero):
-        # every rank counts the units of all parameters, in the same order
-        first, total = {}, 0
-        for parameter in (each for each in partition.parameters if each in units):
-            first[parameter], total = total, total + units[parameter].count
-        parts: list[UnitPart] = []
-        for piece in (each for each in partition.slices if each.parameter in first):
-            place = piece.start, piece.numel, piece.offset, first[piece.parameter]
-            parts += units[piece.parameter].parts(*place)
-        layouts[id(partition.tensor)] = UnitLayout(parts, total, True)
-    return layouts
-
-
-@torch.no_grad()
-def clip_by_value(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Clip every gradient to [-value, value], element by element. It works on whole parameters and on slices."""
-    for tensor in stepped(optimizer):
-        if tensor.grad is not None:
-            tensor.grad.clamp_(-value, value)
-
-
-@torch.no_grad()
-def clip_adaptively(optimizer: torch.optim.Optimizer, layouts: dict[int, UnitLayout], ratio: float) -> None:
-    """Limit each unit's gradient norm to `ratio` times its weights' norm (AGC: Brock et al. 2021, equation 3).
-
-    A collective for tensors whose units are shared by the ranks.
-    """
-    for tensor in stepped(optimizer):
-        layout = layouts.get(id(tensor))
-        # without ZeRO a parameter may have no gradient; with ZeRO all ranks take part
-        if layout is None or not layout.num_units or (tensor.grad is None and not layout.is_shared):
-            continue
-        gradient = None if tensor.grad is None else tensor.grad.view(-1)
-        squares = _unit_squares(tensor.detach().view(-1), gradient, layout)
-        longest = ratio * squares[0].sqrt().clamp_min(SMALLEST_NORM)
-        # clamp_min: a gradient of zero would give 0 / 0
-        factors = (longest / squares[1].sqrt().clamp_min(1e-12)).clamp_max(1.0)
-        if gradient is None:
-            continue
-        for part in layout.parts:
-            factor = factors[part.first : part.first + part.num_units].to(gradient.dtype)
-            part.of(gradient).mul_(factor if part.are_columns else factor[:, None])
-
-
-def _unit_squares(weights: torch.Tensor, gradient: torch.Tensor | None, layout: UnitLayout) -> torch.Tensor:
-    """Return the sums of squares [2, units] of the weights and of the gradient, over all ranks."""
-    dtype = torch.promote_types(weights.dtype, torch.float32)
-    squares = torch.zeros(2, layout.num_units, dtype=dtype, device=weights.device)
-    for row, flat in enumerate((weights, gradient)):
-        for part in layout.parts if flat is not None else ():
-            squares[row, part.first : part.first + part.num_units] += part.squares(flat)
-    if not layout.is_shared or not dist.is_initialized() or dist.get_world_size() == 1:
-        return squares
-    # offloaded gradients are on the host, and NCCL adds up on the GPU
-    shared = squares.to(compute_device(squares))
-    dist.all_reduce(shared)
-    return shared.to(squares.device)
-
 
 def stepped_slices(model: nn.Module, inner: Any) -> list[Slice]:
     """List what is stepped of the model's parameters: all of them whole, or this rank's slices of ZeRO's."""
@@ -209,12 +117,15 @@ def stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 class Clipping(TrainerCallback):
     """Clips before every step of the optimizers that really step, which DeepSpeed may have made itself.
 
-    A slice of ZeRO's holds parts of units whose other parts are on other ranks: the ranks add up the squares of every
-    unit, two numbers for each, and no more.
+    First each unit's gradient norm is limited to `optimizer.adaptive_clip` times its weights' norm (AGC: Brock et al.
+    2021, equation 3), then every element to `optimizer.clip_value`. A slice of ZeRO's holds parts of units whose other
+    parts are on other ranks: the ranks add up the squares of every unit, two numbers for each, and no more.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.value, self.ratio = recipe.optimizer.clip_value, recipe.optimizer.adaptive_clip
+        self.layouts: dict[int, tuple[list[UnitPart], int]] = {}
+        """id(tensor that is stepped) -> its parts, and the number of units that it and its counterparts hold."""
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
         if self.value or self.ratio:
@@ -222,26 +133,74 @@ class Clipping(TrainerCallback):
 
     def begin(self, model: PreTrainedModel, optimizer: Any) -> None:
         """Clip from the next step on. optimizer: torch's, or DeepSpeed's of stage 1, 2 or 3."""
-        is_whole = isinstance(optimizer, torch.optim.Optimizer)
-        hooks: list[Callable] = []
+        self.is_shared = not isinstance(optimizer, torch.optim.Optimizer)
         if self.ratio:
-            # hooks run in the order of registration: units first, then single values
-            layouts = unit_layouts(model, None if is_whole else optimizer)
-            hooks.append(partial(clip_adaptively, layouts=layouts, ratio=self.ratio))
-        if self.value:
-            hooks.append(partial(clip_by_value, value=self.value))
+            self._find_units(model, optimizer)
         for stepper in stepping_optimizers(optimizer):
-            for hook in hooks:
-                stepper.register_step_pre_hook(lambda each, *_, hook=hook: hook(each))
+            stepper.register_step_pre_hook(lambda each, *_: self._clip(each))
+
+    def _find_units(self, model: PreTrainedModel, optimizer: Any) -> None:
+        """Find the units of every tensor that is stepped; those of the head are not clipped."""
+        head, matrices = model.get_output_embeddings(), hidden_matrices(model)
+        spared = None if head is None else head.weight
+        units = {
+            parameter: UnitDivision.of(whole_shape(parameter), name in matrices and matrices[name].transposed)
+            for name, parameter in model.named_parameters()
+            if parameter is not spared
+        }
+        if not self.is_shared:
+            for parameter, each in units.items():
+                parts = each.parts(first_element(parameter), parameter.numel())
+                self.layouts[id(parameter)] = list(parts), each.count
+        for partition in zero_partitions(optimizer):  # none without ZeRO
+            # every rank counts the units of all parameters, in the same order
+            first, total = {}, 0
+            for parameter in (each for each in partition.parameters if each in units):
+                first[parameter], total = total, total + units[parameter].count
+            found: list[UnitPart] = []
+            for piece in (each for each in partition.slices if each.parameter in first):
+                place = piece.start, piece.numel, piece.offset, first[piece.parameter]
+                found += units[piece.parameter].parts(*place)
+            self.layouts[id(partition.tensor)] = found, total
+
+    @torch.no_grad()
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        for tensor in stepped(optimizer) if self.ratio else ():
+            parts, num_units = self.layouts.get(id(tensor), ((), 0))
+            # without ZeRO a parameter may have no gradient; with ZeRO all ranks take part
+            if not num_units or (tensor.grad is None and not self.is_shared):
+                continue
+            gradient = None if tensor.grad is None else tensor.grad.view(-1)
+            # sums of squares [2, units] of the weights and of the gradient, in fp32 at least
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            squares = torch.zeros(2, num_units, dtype=dtype, device=tensor.device)
+            for row, flat in enumerate((tensor.detach().view(-1), gradient)):
+                for part in parts if flat is not None else ():
+                    dim, wide = 0 if part.are_columns else 1, torch.promote_types(flat.dtype, torch.float32)
+                    norms = torch.linalg.vector_norm(part.of(flat), dim=dim, dtype=wide)
+                    squares[row, part.first : part.first + part.num_units] += norms.square()
+            if self.is_shared and dist.is_initialized() and dist.get_world_size() > 1:
+                # offloaded gradients are on the host, and NCCL adds up on the GPU
+                shared = squares.to(compute_device(squares))
+                dist.all_reduce(shared)
+                squares = shared.to(squares.device)
+            longest = self.ratio * squares[0].sqrt().clamp_min(SMALLEST_NORM)
+            # clamp_min: a gradient of zero would give 0 / 0
+            factors = (longest / squares[1].sqrt().clamp_min(1e-12)).clamp_max(1.0)
+            for part in parts if gradient is not None else ():
+                factor = factors[part.first : part.first + part.num_units].to(gradient.dtype)
+                part.of(gradient).mul_(factor if part.are_columns else factor[:, None])
+        for tensor in stepped(optimizer) if self.value else ():
+            if tensor.grad is not None:
+                tensor.grad.clamp_(-self.value, self.value)
 
 
 PREFIX = "stability/gradient_norm/"
-_BLOCK = re.compile(r".*?\.\d+(?=\.)")
 
 
 def layer_of(name: str) -> str:
     """`transformer.h.0.attn.c_attn.weight` -> `transformer.h.0`; outside the blocks each module is its own layer."""
-    block = _BLOCK.match(name)
+    block = re.match(r".*?\.\d+(?=\.)", name)
     return block[0] if block else name.rpartition(".")[0]
 
 
@@ -269,23 +228,20 @@ class LayerNormsCallback(TrainerCallback):
         self.measures = self.is_due or self.follows_alert
         if self.measures:
             if not self.places:  # only now: without an interval and without an alert they are never needed
-                self._find_places(model, getattr(optimizer, "optimizer", optimizer))
+                names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
+                self.layers = list(dict.fromkeys(names.values()))
+                numbers = {key: self.layers.index(layer) for key, layer in names.items()}
+                inner = getattr(optimizer, "optimizer", optimizer)
+                self.optimizers = stepping_optimizers(inner)
+                # Without ZeRO and layers that are split, every rank has the whole gradients.
+                alone = not dist.is_initialized()
+                for parameter, _, tensor, offset, numel in stepped_slices(model, inner):
+                    if (layer := numbers.get(id(parameter))) is not None:
+                        copies = 1 if alone else holders(parameter, inner)[1]
+                        self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))
             self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
             # before clipping by value
             self._hooks = [hook_first(each, self._see) for each in self.optimizers]
-
-    def _find_places(self, model: torch.nn.Module, inner: Any) -> None:
-        """Find the parts of every layer. inner: torch's optimizer, or DeepSpeed's of stage 1, 2 or 3."""
-        names = {id(parameter): layer_of(name) for name, parameter in model.named_parameters()}
-        self.layers = list(dict.fromkeys(names.values()))
-        numbers = {key: self.layers.index(layer) for key, layer in names.items()}
-        self.optimizers = stepping_optimizers(inner)
-        # Without ZeRO and layers that are split, every rank has the whole gradients.
-        alone = not dist.is_initialized()
-        for parameter, _, tensor, offset, numel in stepped_slices(model, inner):
-            if (layer := numbers.get(id(parameter))) is not None:
-                copies = 1 if alone else holders(parameter, inner)[1]
-                self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))
 
     @torch.no_grad()
     def _see(self, optimizer: torch.optim.Optimizer, *_) -> None:

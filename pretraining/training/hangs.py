@@ -150,7 +150,10 @@ class Watch:
         os._exit(HANG)
 
     def _report(self, places: dict[int, HeartbeatRecord | None], silent: set[int]) -> None:
-        late = not_arrived(places, silent)
+        # those whose process does not run, and those that are behind the others
+        furthest = max((place.arrivals for place in places.values() if place), default=0)
+        behind = {rank for rank, place in places.items() if place is None or place.arrivals < furthest}
+        late = sorted(silent | behind)
         who = "; ".join(described(rank, places[rank], rank in silent) for rank in late)
         who = who or "every rank waits at the same place"
         minutes = round(self.limit_seconds / 60, 2)
@@ -202,13 +205,6 @@ def _created(path: Path) -> bool:
         path.touch(exist_ok=False)
         return True
     return False
-
-
-def not_arrived(places: dict[int, HeartbeatRecord | None], silent: set[int]) -> list[int]:
-    """Return the ranks whose process does not run, and those that are behind the others."""
-    furthest = max((place.arrivals for place in places.values() if place), default=0)
-    behind = {rank for rank, place in places.items() if place is None or place.arrivals < furthest}
-    return sorted(silent | behind)
 
 
 def described(rank: int, place: HeartbeatRecord | None, silent: bool) -> str:

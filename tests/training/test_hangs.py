@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -193,12 +194,14 @@ def test_work_that_nobody_waits_for_or_that_does_not_move_is_no_progress(finishe
 
 
 @pytest.mark.parametrize("arrivals, expected", [([4, 4, 4], []), ([4, 3, 4], [1]), ([4, None, 3], [1, 2])])
-def test_who_did_not_arrive(arrivals, expected):
+def test_who_did_not_arrive(arrivals, expected, tmp_path):
     """Less far than the furthest, or without a heartbeat."""
-    from pretraining.training.hangs import not_arrived
+    from pretraining.training.hangs import Watch
 
     places = {
         rank: number and HeartbeatRecord(rank, "a", 1, "training", 1, number, 1)
         for rank, number in enumerate(arrivals)
     }
-    assert not_arrived(places, set()) == expected
+    run = RunFolder(tmp_path)
+    Watch._report(SimpleNamespace(run=run, limit_seconds=60.0), places, set())
+    assert [event["ranks"] for event in read_rows(run.events)] == [expected]
