@@ -116,8 +116,8 @@ def plan_rounds(
         shares = [_held(fragments) for fragments in by_parameter[parameter]]
         # Only ranks with more than half of the largest share: whole matrices hardly travel. If all ranks have equal
         # slices (ZeRO-3) or everything (no ZeRO), all are candidates and share the work.
-        candidates = [rank for rank, share in enumerate(shares) if 2 * share > max(shares)]
-        owners[parameter] = min(candidates, key=lambda rank: (busy[rank], rank))
+        candidates = [each for each, share in enumerate(shares) if 2 * share > max(shares)]
+        owners[parameter] = min(candidates, key=lambda each: (busy[each], each))
         busy[owners[parameter]] += costs[parameter]
     rounds: list[list[int]] = []
     room = 0
@@ -128,27 +128,25 @@ def plan_rounds(
             room = round_numel
         rounds[-1].append(parameter)
         room -= numel
-    return [_round_of(rank, each, by_parameter, owners) for each in rounds]
-
-
-def _round_of(rank: int, parameters: list[int], by_parameter: dict, owners: dict[int, int]) -> Round:
-    world_size = len(next(iter(by_parameter.values())))
-    given, taken, handed_back, received_back = ([[] for _ in range(world_size)] for _ in range(4))
-    owned = {}
-    for parameter in parameters:
-        ranks, owner = by_parameter[parameter], owners[parameter]
-        # if the owner has all of it, nobody needs to send anything
-        sources = [owner] if _held(ranks[owner]) == _numel(ranks) else range(world_size)
-        if rank in sources:
-            given[owner] += ranks[rank]
-        received_back[owner] += ranks[rank]
-        if rank == owner:
-            owned[parameter] = _numel(ranks)
-            for source in sources:
-                taken[source] += ranks[source]
-            for other in range(world_size):
-                handed_back[other] += ranks[other]
-    return Round(parameters, owned, given, taken, handed_back, received_back)
+    planned = []
+    for parameters in rounds:
+        given, taken, handed_back, received_back = ([[] for _ in range(world_size)] for _ in range(4))
+        owned = {}
+        for parameter in parameters:
+            ranks, owner = by_parameter[parameter], owners[parameter]
+            # if the owner has all of it, nobody needs to send anything
+            sources = [owner] if _held(ranks[owner]) == _numel(ranks) else range(world_size)
+            if rank in sources:
+                given[owner] += ranks[rank]
+            received_back[owner] += ranks[rank]
+            if rank == owner:
+                owned[parameter] = _numel(ranks)
+                for source in sources:
+                    taken[source] += ranks[source]
+                for other in range(world_size):
+                    handed_back[other] += ranks[other]
+        planned.append(Round(parameters, owned, given, taken, handed_back, received_back))
+    return planned
 
 
 def _held(fragments: list[MatrixFragment]) -> int:
@@ -262,7 +260,18 @@ class Muon(torch.optim.Optimizer):
 
     def _step_muon(self, group: dict) -> None:
         parameters = group["params"]
-        updates = [self._momentum_update(parameter, group) for parameter in parameters]
+        updates = []
+        for parameter in parameters:
+            # all ranks exchange the same fragments in every step, gradient or not
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            state = self.state[parameter]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+            # Nesterov's look-ahead; clone: the exchange writes the result into the update, and must not change the
+            # momentum
+            update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
+            updates.append(update.flatten())
         if any(id(parameter) not in self._tensors for parameter in parameters):
             # Not a tensor of the model: loading a checkpoint steps zeros, to find out which states there would be.
             assert not any(update.any() for update in updates), "Muon was not told what is in its partitions"
@@ -292,8 +301,18 @@ class Muon(torch.optim.Optimizer):
             return results
 
         work_on_whole(self._plans[key], updates, orthogonalized, dtype, device)
-        if beta2 is not None:
-            self._share_moments(self._plans[key], device)
+        if beta2 is not None and rank_and_world_size()[1] > 1:
+            # Every rank gets the moments that the others have worked on, so that any can save them, and after a start
+            # in another layout another rank can work on them. They are small: a number for each neuron.
+            rounds, all_moments = self._plans[key], self._moments(device)
+            owned = {number for each in rounds for number in each.owned}
+            moments = {number: all_moments[number] for each in rounds for number in each.parameters}
+            own = [each if number in owned else torch.zeros_like(each) for number, each in moments.items()]
+            flat = torch.cat([each.flatten() for each in own])
+            # each is one rank's number and the others' zeros: the sum is exact
+            dist.all_reduce(flat)
+            for each, new in zip(moments.values(), flat.split([m.numel() for m in own]), strict=True):
+                each.copy_(new.view_as(each))
         for parameter, update in zip(parameters, updates, strict=True):
             shrink(parameter, update.view_as(parameter), group)
             parameter.add_(update.view_as(parameter), alpha=-group["lr"])
@@ -305,41 +324,12 @@ class Muon(torch.optim.Optimizer):
             self._neurons = {number: torch.zeros(shape, device=device) for number, shape in enumerate(shapes)}
         return self._neurons
 
-    def _share_moments(self, rounds: list[Round], device: torch.device) -> None:
-        """Give every rank the moments that the others have worked on. They are small: a number for each neuron.
-
-        So any rank can save them, and after a start in another layout another rank can work on them.
-        """
-        if rank_and_world_size()[1] == 1:
-            return
-        owned = {number for each in rounds for number in each.owned}
-        moments = {number: self._moments(device)[number] for each in rounds for number in each.parameters}
-        own = [each if number in owned else torch.zeros_like(each) for number, each in moments.items()]
-        flat = torch.cat([each.flatten() for each in own])
-        # each is one rank's number and the others' zeros: the sum is exact
-        dist.all_reduce(flat)
-        for each, new in zip(moments.values(), flat.split([m.numel() for m in own]), strict=True):
-            each.copy_(new.view_as(each))
-
     def whole_states(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return {(state, parameter): tensor} of what every rank keeps of whole parameters, for checkpoints."""
         if all(group.get("neuron_beta2") is None for group in self.param_groups):
             return {}
         moments = self._moments(compute_device(next(self.model.parameters())))
         return {("neuron_moment", self.names[number]): each for number, each in moments.items()}
-
-    def _momentum_update(self, parameter: torch.Tensor, group: dict) -> torch.Tensor:
-        """Return the running mean of the gradients, [numel], with Nesterov's look-ahead if the group asks for it."""
-        gradient, state = parameter.grad, self.state[parameter]
-        if gradient is None:
-            # all ranks exchange the same fragments in every step, gradient or not
-            gradient = torch.zeros_like(parameter)
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        # clone: the exchange writes the result into the update, and must not change the momentum
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum.clone()
-        return update.flatten()
 
     def _step_adamw(self, group: dict) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]

@@ -64,12 +64,8 @@ class Numbers(TrainerCallback):
         self.is_open = self.has_told = False
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.label, self.step, self.state, self.stepped = (
-            args.run_name,
-            state.global_step,
-            "running",
-            time.time(),
-        )
+        self.label, self.state = args.run_name, "running"
+        self.step, self.stepped = state.global_step, time.time()
         if state.is_world_process_zero:
             if self.on_event not in self.run.listeners:
                 self.run.listeners.append(self.on_event)
@@ -119,24 +115,22 @@ class Numbers(TrainerCallback):
         """Hand on what the gauges say."""
 
     def set_gauges(self) -> None:
-        since = time.time() - self.stepped
         numbers: dict[str, float] = {
             "step": self.step,
             "alerts": self.alerts,
-            "seconds_since_last_step": since,
+            "seconds_since_last_step": time.time() - self.stepped,
+            "last_step_timestamp_seconds": self.stepped,
         }
-        numbers["last_step_timestamp_seconds"] = self.stepped
         numbers |= {name: self.logged[metric] for name, metric in LOGGED.items() if metric in self.logged}
-        for name, number in numbers.items():
-            self._set(name, number)
-        for state in ("running", *STATES.values()):  # 1 for the one in which the run is
-            self._set("state", float(state == self.state), state=state)
-
-    def _set(self, name: str, number: float, **labels: str) -> None:
-        if name not in self.gauges:
-            what = f"{LOGGED[name]} of metrics.jsonl" if name in LOGGED else name.replace("_", " ")
-            self.gauges[name] = self.gauge(f"pretraining_{name}", what, ["run", *labels])
-        self.gauges[name](number, {"run": self.label, **labels})
+        # 1 for the one in which the run is
+        states = [
+            ("state", float(each == self.state), {"state": each}) for each in ("running", *STATES.values())
+        ]
+        for name, number, labels in [*((*each, {}) for each in numbers.items()), *states]:
+            if name not in self.gauges:
+                what = f"{LOGGED[name]} of metrics.jsonl" if name in LOGGED else name.replace("_", " ")
+                self.gauges[name] = self.gauge(f"pretraining_{name}", what, ["run", *labels])
+            self.gauges[name](number, {"run": self.label, **labels})
 
 
 class PrometheusNumbers(Numbers):
@@ -193,7 +187,14 @@ class OpenTelemetryNumbers(Numbers):
         resource = Resource.create({"service.name": "pretraining"})
         self.provider = MeterProvider([reader], resource, shutdown_on_exit=False)
         self.wake, self.sent = threading.Event(), threading.Event()
-        self.seconds = _interval_seconds()
+        name = "OTEL_METRIC_EXPORT_INTERVAL"  # of its specification, in milliseconds
+        text = os.environ.get(name) or "15000"
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < LEAST_MILLISECONDS:
+            what = (
+                f"{name}: {text!r} is no number of milliseconds from {LEAST_MILLISECONDS} on, such as 15000"
+            )
+            raise UserError(f"{what}; mend or unset it")
+        self.seconds = int(text) / 1000
 
     def open(self) -> None:
         threading.Thread(target=self._send_again_and_again, name=self.name, daemon=True).start()
@@ -217,16 +218,6 @@ class OpenTelemetryNumbers(Numbers):
             self.sent.wait(RECEIVER_SECONDS)
         if self.has_failed:
             raise ConnectionError("the receiver did not take the last numbers")
-
-
-def _interval_seconds() -> float:
-    """Read how often OpenTelemetry's numbers are sent, from the variable of its specification, in milliseconds."""
-    name = "OTEL_METRIC_EXPORT_INTERVAL"
-    text = os.environ.get(name) or "15000"
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < LEAST_MILLISECONDS:
-        what = f"{name}: {text!r} is no number of milliseconds from {LEAST_MILLISECONDS} on, such as 15000"
-        raise UserError(f"{what}; mend or unset it")
-    return int(text) / 1000
 
 
 OPERATIONS = {"prometheus": PrometheusNumbers, "opentelemetry": OpenTelemetryNumbers}

@@ -70,28 +70,23 @@ def _kept(load: Callable) -> Callable:
                 # a filesystem without locks: nobody waits, the work is done twice, and the last result counts
                 with contextlib.suppress(OSError):
                     fcntl.flock(file, fcntl.LOCK_EX)
+                # looked for again under the lock: another process may have compiled it meanwhile
                 if not library.exists():
-                    # looked for again under the lock: another process may have compiled it meanwhile
-                    return _compile(load, library, sources, verbose=verbose, **keywords)
+                    for abandoned in folder.glob("part-*"):
+                        # left by a killed compile; a compiler that still runs there fails
+                        shutil.rmtree(abandoned, ignore_errors=True)
+                    part = Path(tempfile.mkdtemp(prefix="part-", dir=folder))
+                    try:
+                        module = load(name, sources, build_directory=str(part), verbose=verbose, **keywords)
+                        # before the rename: a library that has its name must be whole
+                        sync_to_disk(part / library.name)
+                        (part / library.name).rename(library)
+                    finally:
+                        shutil.rmtree(part, ignore_errors=True)
+                    return module
         return import_library(name, folder)
 
     return load_kept
-
-
-def _compile(load: Callable, library: Path, sources: list[str], **keywords):
-    """Compile in a new folder, keep the finished library, and return the loaded module."""
-    for abandoned in library.parent.glob("part-*"):
-        # left by a killed compile; a compiler that still runs there fails
-        shutil.rmtree(abandoned, ignore_errors=True)
-    part = Path(tempfile.mkdtemp(prefix="part-", dir=library.parent))
-    try:
-        module = load(library.stem, sources, build_directory=str(part), **keywords)
-        # before the rename: a library that has its name must be whole
-        sync_to_disk(part / library.name)
-        (part / library.name).rename(library)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return module
 
 
 def _fingerprint(sources: list[str], keywords: dict) -> str:

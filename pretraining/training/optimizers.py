@@ -236,29 +236,28 @@ class _CountsByTensor(torch.optim.Optimizer):
         try:
             # ZeRO-3 steps the sub-groups of one group one after another: counts of the group would rise at each of them
             for group in groups:
-                if stepped := [p for p in group["params"] if p.grad is not None]:
-                    self._step_group(group, stepped)
+                stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+                if not stepped:
+                    continue
+                counted = self.state[stepped[0]]
+                momentum = group["momentum"] if "momentum" in group else group["betas"][0]
+                averaging = 1 - 1 / momentum
+                if (earlier := counted.get(AVERAGING, averaging)) != averaging:
+                    # weights of another momentum: to the average, then to this momentum's
+                    with torch.no_grad():
+                        for tensor in stepped:
+                            z = self.state[tensor][Z]
+                            tensor.lerp_(z, earlier).lerp_(z, 1 - momentum)
+                group.update({key: counted.get(key, self.defaults[key]) for key in COUNTS})
+                # the package steps all of `param_groups`
+                self.param_groups = [group]
+                super().step()
+                counts = {key: group[key] for key in COUNTS} | {AVERAGING: averaging}
+                for parameter in stepped:
+                    self.state[parameter].update(counts)
         finally:
             self.param_groups = groups
         return loss
-
-    def _step_group(self, group: dict, stepped: list[torch.Tensor]) -> None:
-        counted = self.state[stepped[0]]
-        momentum = group["momentum"] if "momentum" in group else group["betas"][0]
-        averaging = 1 - 1 / momentum
-        if (earlier := counted.get(AVERAGING, averaging)) != averaging:
-            # weights of another momentum: to the average, then to this momentum's
-            with torch.no_grad():
-                for tensor in stepped:
-                    z = self.state[tensor][Z]
-                    tensor.lerp_(z, earlier).lerp_(z, 1 - momentum)
-        group.update({key: counted.get(key, self.defaults[key]) for key in COUNTS})
-        # the package steps all of `param_groups`
-        self.param_groups = [group]
-        super().step()
-        counts = {key: group[key] for key in COUNTS} | {AVERAGING: averaging}
-        for parameter in stepped:
-            self.state[parameter].update(counts)
 
 
 @cache

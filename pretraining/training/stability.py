@@ -36,6 +36,8 @@ TAIL_SHARE = 1 / 16
 """Share of the window's values in the upper tail, taken as exponential (peaks over threshold, Coles 2001, ch. 4)."""
 RARE, RARE_SCORE = 1e-7, 6.0
 """A value that only the share `RARE` of healthy ones exceeds scores at most `RARE_SCORE`."""
+TINY = 1e-300
+"""In place of a loss or norm of zero, which has no logarithm."""
 SMALLEST_SCALE = 0.012
 """In log loss. A rise of less than `score` times this is no spike, even if the curve was very calm."""
 
@@ -61,7 +63,7 @@ class SpikeScore:
         if len(self.distances) < FEWEST:
             return 0.0
         course, scale = self._course_and_scale()
-        return (_log(value) - course) / scale
+        return (math.log(max(value, TINY)) - course) / scale
 
     def limit(self, score: float) -> float:
         """Return the value at which `score` is reached; inf while too little is known."""
@@ -86,10 +88,10 @@ class SpikeScore:
             if len(self.values) == RECENT:
                 # to the course without the value itself; it lags behind a falling loss, which costs sensitivity but
                 # raises no false alarm
-                self.distances.append(_log(value) - median(self.values))
-            self.values.append(_log(value))
+                self.distances.append(math.log(max(value, TINY)) - median(self.values))
+            self.values.append(math.log(max(value, TINY)))
             return
-        self.rejected.append(_log(value))
+        self.rejected.append(math.log(max(value, TINY)))
         if len(self.rejected) >= max(FEWEST, self.window // 2):
             level, self.rejected, self._judged_by = self.rejected, [], None
             self.values.clear()
@@ -121,11 +123,6 @@ class SpikeScore:
         kept = islice(state["distances"], max(0, len(state["distances"]) - self.window), None)
         self.distances = deque(kept, maxlen=self.window)
         self.rejected, self._judged_by = list(state["rejected"]), None
-
-
-def _log(value: float) -> float:
-    # a loss or norm of zero has no logarithm
-    return math.log(max(value, 1e-300))
 
 
 class Deviations:
@@ -310,7 +307,13 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.is_scaled = args.fp16
         self.loss_scale = loss_scale(optimizer)
         name = type(self).__name__
-        self._restore(state.stateful_callbacks.get(name))
+        saved = dict((state.stateful_callbacks.get(name) or {}).get("attributes", {}))
+        # It was saved at a request to stop, before the caller could act on it. The caller will after the next step.
+        finding = saved.pop("finding", None)
+        self.finding = None if finding is None else Instability(*finding)
+        for key, value in saved.items():
+            part = getattr(self, key)
+            part.restore(value) if hasattr(part, "restore") else setattr(self, key, value)
         # the Trainer expects an entry when it saves, and an older checkpoint lacks it
         state.stateful_callbacks[name] = self.state()
         if isinstance(lr_scheduler, LambdaLR):
@@ -439,15 +442,6 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         finding = None if self.finding is None else list(self.finding)
         counted = {name: getattr(self, name) for name in counts}
         return {"args": {}, "attributes": {**parts, **counted, "finding": finding}}
-
-    def _restore(self, saved: dict | None) -> None:
-        attributes = dict((saved or {}).get("attributes", {}))
-        # It was saved at a request to stop, before the caller could act on it. The caller will after the next step.
-        finding = attributes.pop("finding", None)
-        self.finding = None if finding is None else Instability(*finding)
-        for name, value in attributes.items():
-            part = getattr(self, name)
-            part.restore(value) if hasattr(part, "restore") else setattr(self, name, value)
 
 
 class NumberOnItsWay:

@@ -55,8 +55,19 @@ class StopRequests:
 
     def agreed(self) -> bool:
         """Return whether all ranks stop now, the same on every rank. A collective, until they have agreed."""
-        if not self._agreed:
-            self._agreed = largest_over_ranks(self._asked())
+        if self._agreed:
+            return True
+        if self.signals.received is not None:
+            asked = A_SIGNAL + self.signals.received
+        elif self._until is not None and time.time() >= self._until:
+            asked = TIME_LIMIT
+        else:
+            if time.monotonic() - self._looked_at > FILES_LOOKED_AT_EVERY_SECONDS:
+                self._looked_at = time.monotonic()
+                found = [asks for path, asks in self._files.items() if path.is_file()]
+                self._seen = max(found, default=LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED)
+            asked = self._seen
+        self._agreed = largest_over_ranks(asked)
         return self._agreed != NOT_ASKED
 
     def leave_if_agreed(self, step: int) -> None:
@@ -92,18 +103,6 @@ class StopRequests:
             SUPERVISOR: "its supervisor was asked to stop",
             TIME_LIMIT: "checkpoints.time_limit_hours",
         }[self._agreed]
-
-    def _asked(self) -> int:
-        """Return the request that this rank knows of."""
-        if self.signals.received is not None:
-            return A_SIGNAL + self.signals.received
-        if self._until is not None and time.time() >= self._until:
-            return TIME_LIMIT
-        if time.monotonic() - self._looked_at > FILES_LOOKED_AT_EVERY_SECONDS:
-            self._looked_at = time.monotonic()
-            found = [asks for path, asks in self._files.items() if path.is_file()]
-            self._seen = max(found, default=LAUNCHER_GONE if launcher_is_gone() else NOT_ASKED)
-        return self._seen
 
 
 class StoppingCallback(TrainerCallback):

@@ -111,14 +111,9 @@ class PretrainingTrainer(OpenTrainer):
         train_dataset: Dataset | Sequence,
         parts: RunParts = NO_PARTS,
     ) -> None:
-        monitors, evaluator, checkpoints, groups = (
-            parts.monitors,
-            parts.evaluator,
-            parts.checkpoints,
-            parts.groups,
-        )
+        monitors, groups = parts.monitors, parts.groups
         self.recipe, self.groups, self.arrival = recipe, groups, parts.arrival
-        self.evaluator, self.checkpoints = evaluator, checkpoints
+        self.evaluator, self.checkpoints = evaluator, checkpoints = parts.evaluator, parts.checkpoints
         self.progress = monitors.start.progress(recipe) if monitors else recipe.progress()
         self.journal = monitors.start.journal if monitors else NOTHING_HEALED
         self.clock = monitors.speed.clock if monitors else StepClock()
@@ -309,7 +304,7 @@ class PretrainingTrainer(OpenTrainer):
                 config["tensor_parallel"] = split
         if loader.num_workers:
             batches = loader.base_dataloader
-            batches.worker_init_fn = _InWorker(batches.worker_init_fn)
+            batches.worker_init_fn = partial(_begin_worker, batches.worker_init_fn)
         return loader
 
     def get_batch_samples(
@@ -426,13 +421,8 @@ class PretrainingTrainer(OpenTrainer):
         return {**metrics, "unigram_bits_per_byte": self.evaluator.unigram_bits_per_byte()}
 
 
-class _InWorker:
-    """A data worker's first call: the Trainer's own. Then the worker ignores signals that ask a run to stop."""
-
-    def __init__(self, first: Callable[[int], None] | None) -> None:
-        self.first = first
-
-    def __call__(self, worker: int) -> None:
-        if self.first is not None:
-            self.first(worker)
-        ignore_in_worker()
+def _begin_worker(first: Callable[[int], None] | None, worker: int) -> None:
+    """Do what the Trainer's data worker begins with. Then it ignores signals that ask a run to stop."""
+    if first is not None:
+        first(worker)
+    ignore_in_worker()

@@ -84,32 +84,22 @@ from transformers.integrations.moe import _grouped_linear
 
 
 class OpenTrainer(Trainer):
-    """A Trainer whose subclasses override only public methods."""
+    """A Trainer whose subclasses fill in public methods alone: those of the table above."""
 
-    def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
-        """Called in every step with the norm of all gradients before clipping; None if nobody knows it."""
-
-    def count_targets(
-        self, batch_samples: list, count: torch.Tensor | int | None
-    ) -> torch.Tensor | int | None:
-        """Return what the losses of a step's micro-batches are divided by; count: the targets of this rank."""
-        return count
-
-    def prepared(self) -> None:
-        """Called once model, optimizer and schedule are wrapped, before anything is loaded into them."""
-
-    def load_state(self, checkpoint: Path) -> None:
-        """Load weights, optimizer and schedule."""
-
-    def load_position(self, checkpoint: Path) -> None:
-        """Load random generators and the running loss."""
-
-    def save_checkpoint(self) -> None:
-        """Save at the cadence of `save_steps`; `on_save` of the callbacks comes next."""
-
-    def repeats_validation(self) -> bool:
-        """Return whether a validation before the first step is that of the step before, which was cut short."""
-        return False
+    gradient_norm_known: Callable[[float | torch.Tensor | None], None]
+    """Called in every step with the norm of all gradients before clipping; None if nobody knows it."""
+    count_targets: Callable[[list, torch.Tensor | int | None], torch.Tensor | int | None]
+    """(micro-batches, targets of this rank) -> what the losses of a step's micro-batches are divided by."""
+    prepared: Callable[[], None]
+    """Called once model, optimizer and schedule are wrapped, before anything is loaded into them."""
+    load_state: Callable[[Path], None]
+    """Loads weights, optimizer and schedule."""
+    load_position: Callable[[Path], None]
+    """Loads random generators and the running loss."""
+    save_checkpoint: Callable[[], None]
+    """Saves at the cadence of `save_steps`; `on_save` of the callbacks comes next."""
+    repeats_validation: Callable[[], bool]
+    """Whether a validation before the first step is that of the step before, which was cut short."""
 
     @property
     def running_loss(self) -> torch.Tensor:
