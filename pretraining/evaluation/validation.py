@@ -115,6 +115,8 @@ class Validation:
         sets = [ValidationSet(None, sets)] if isinstance(sets, TokenSplit) else sets
         groups = [[each for each in sets if each.beside is beside] for beside in (False, True)]
         self.parts = [part for group in groups for part in _first_blocks(group, recipe)]
+        # whether every source of the run's mixture is among the sets
+        self.follows_mixture = len(self.parts) > 1 and sum(part.share for part in self.parts) == 1
         self.batch_size, self.degrees = recipe.training.per_device_eval_batch_size, degrees
         self.own_metrics: Mapping[str, Callable] = all_of(recipe.extensions, "metric")
         # The Trainer wants one dataset; `measure` reads the parts.
@@ -124,14 +126,9 @@ class Validation:
     @property
     def names(self) -> list[str]:
         sets = [part.name for part in self.parts if part.name is not None]
-        mixture = ["mixture"] if self._follows_mixture else []
+        mixture = ["mixture"] if self.follows_mixture else []
         by_set = [f"{each}_{name}" for each in [*mixture, *sets] for name in MEASURED]
         return [*MEASURED, *by_set, *self.own_metrics]
-
-    @property
-    def _follows_mixture(self) -> bool:
-        """Whether every source of the run's mixture is among the sets."""
-        return len(self.parts) > 1 and sum(part.share for part in self.parts) == 1
 
     @torch.no_grad()
     def measure(self, model: nn.Module, interrupted: scores.Asked = scores.never) -> dict[str, float]:
@@ -142,10 +139,33 @@ class Validation:
         Group r of n takes every n-th batch: a rank, or the ranks that split layers or sequences. Each of those that
         split sequences counts its own part. Raises `MeasurementStopped`.
         """
+        groups, device = rank_groups(self.degrees), next(model.parameters()).device
+        # nats, tokens and own metrics of each part over this rank's batches, [parts, 2 + own metrics]
+        # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
+        totals = torch.zeros(len(self.parts), 2 + len(self.own_metrics), dtype=torch.float64, device=device)
+        # (part, its samples) of every forward pass; no batch mixes parts.
+        batches = [
+            (number, range(start, min(start + self.batch_size, len(part.dataset))))
+            for number, part in enumerate(self.parts)
+            for start in range(0, len(part.dataset), self.batch_size)
+        ]
         with evaluation_mode(model):
-            totals = self._totals(model, interrupted)
+            for number in scores.own_of_rounds(
+                len(batches), groups.data_rank, groups.data_ranks, interrupted
+            ):
+                # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block, and counts
+                # nothing of it.
+                part, indices = batches[number] if number < len(batches) else (0, range(0))
+                dataset = self.parts[part].dataset
+                inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
+                labels = inputs.pop("labels")
+                if not indices:
+                    labels.fill_(IGNORED)
+                # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
+                logits = model(**inputs).logits
+                totals[part] += _sums(self.own_metrics, logits.flatten(0, 1), labels.flatten())
         if dist.is_initialized() and dist.get_world_size() > 1:
-            if rank_groups(self.degrees).tensor_part:
+            if groups.tensor_part:
                 totals.zero_()  # what the first rank of those that split the layers has counted
             # Sums and not means: the ranks have different numbers of tokens.
             dist.all_reduce(totals)
@@ -154,7 +174,7 @@ class Validation:
         nats, tokens, *own = (sum(column) for column in zip(*counted, strict=True))
         num_bytes = sum(part.num_bytes for part in self.parts if not part.beside)
         metrics = _named("", nats / tokens, nats / math.log(2) / num_bytes)
-        if self._follows_mixture:
+        if self.follows_mixture:
             rows = [(float(part.share), sums, part.num_bytes) for part, sums in measured if part.share]
             loss = sum(share * nats / tokens for share, (nats, tokens, *_), _ in rows)
             bytes_per_token = sum(share * num_bytes / tokens for share, (_, tokens, *_), num_bytes in rows)
@@ -179,31 +199,6 @@ class Validation:
                 found[: len(counts)] += counts
                 counts = found
         return entropy_bits(counts) / sum(part.num_bytes for part in parts)
-
-    def _totals(self, model: nn.Module, interrupted: scores.Asked) -> torch.Tensor:
-        """Sum nats, tokens and own metrics of each part over this rank's batches: [parts, 2 + own metrics]."""
-        groups, device = rank_groups(self.degrees), next(model.parameters()).device
-        # fp64: sums over a million tokens would lose digits in fp32, and differ with the number of ranks.
-        totals = torch.zeros(len(self.parts), 2 + len(self.own_metrics), dtype=torch.float64, device=device)
-        # (part, its samples) of every forward pass; no batch mixes parts.
-        batches = [
-            (number, range(start, min(start + self.batch_size, len(part.dataset))))
-            for number, part in enumerate(self.parts)
-            for start in range(0, len(part.dataset), self.batch_size)
-        ]
-        for number in scores.own_of_rounds(len(batches), groups.data_rank, groups.data_ranks, interrupted):
-            # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block, and counts
-            # nothing of it.
-            part, indices = batches[number] if number < len(batches) else (0, range(0))
-            dataset = self.parts[part].dataset
-            inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
-            labels = inputs.pop("labels")
-            if not indices:
-                labels.fill_(IGNORED)
-            # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
-            logits = model(**inputs).logits
-            totals[part] += _sums(self.own_metrics, logits.flatten(0, 1), labels.flatten())
-        return totals
 
 
 def _named(prefix: str, loss: float, bits_per_byte: float) -> dict[str, float]:

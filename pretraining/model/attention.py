@@ -45,8 +45,12 @@ def choose_attention(model: dict, arguments: TrainingArguments, masks_documents:
     if asked_for:
         return asked_for
     if not masks_documents:
-        # None for other classes: their layers may need masks for windows or biases.
-        return _without_documents(model) if is_exact(model) else None
+        if not is_exact(model):
+            return None  # layers of other classes may need masks for windows or biases
+        # Layers that see a window only take transformers' `sdpa`, whose mask says so. Mixtral has a window if it is
+        # given; other types have a switch of their own for it.
+        windows = model["model_type"] == "mixtral" and model.get("sliding_window")
+        return "sdpa" if windows or model.get("use_sliding_window") else SDPA_CAUSAL
     on_gpu = torch.cuda.is_available() and (arguments.bf16 or arguments.fp16)
     if not on_gpu or model.get("attn_pdrop") or why_not_apart(model, TORCH_VARLEN):
         return "eager" if why_not_apart(model, "sdpa") else "sdpa"
@@ -60,13 +64,6 @@ def register_kernels() -> None:
     # Neither gets a mask function, so that the mask is None.
     AttentionInterface.register(SDPA_CAUSAL, sdpa_attention_forward)
     AttentionInterface.register(TORCH_VARLEN, varlen_attention_forward)
-
-
-def _without_documents(model: dict) -> str:
-    """Choose torch's causal kernel; for layers that see a window only, transformers' `sdpa`, whose mask says so."""
-    # Mixtral has a window if it is given; other types have a switch of their own for it.
-    windows = model["model_type"] == "mixtral" and model.get("sliding_window")
-    return "sdpa" if windows or model.get("use_sliding_window") else SDPA_CAUSAL
 
 
 def split_attention(name: str | None, groups: RankGroups) -> str:

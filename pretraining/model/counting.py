@@ -176,7 +176,9 @@ def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
     Nothing is computed: weights and tokens are fake tensors. Each number is measured for one sequence of a quarter, of
     half and of the full length, and for two of the latter two (planning/memory/activations.py, `_at`).
     """
-    walk, longest = Walk(built, model.get("attn_implementation")), max(4, _longest(built))
+    config = built.config.get_text_config()
+    longest = max(4, getattr(config, "max_position_embeddings", None) or LENGTHS_OF_LOOPS[-1])
+    walk = Walk(built, model.get("attn_implementation"))
     saves = [walk.measure("fp32", 1, min(longest, length)).saves for length in LENGTHS_OF_LOOPS[::2]]
     lengths = (longest // 4, longest // 2, longest)
     if saves[0] != saves[1]:
@@ -189,10 +191,6 @@ def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
         keys = dict.fromkeys(key for count in counts for key in count)
         found[precision] = {key: [count[key] for count in counts] for key in keys}
     return {"lengths": list(lengths), "kinds": walk.kinds, "bytes": found}
-
-
-def _longest(built: PreTrainedModel) -> int:
-    return getattr(built.config.get_text_config(), "max_position_embeddings", None) or LENGTHS_OF_LOOPS[-1]
 
 
 def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:

@@ -207,7 +207,14 @@ class _FusedNats(torch.autograd.Function):
                 if way.rows is not None:
                     # each rank has the part of its rows; the next chunk computes meanwhile
                     on_the_way.append(dist.all_reduce(of_part, group=way.rows.group, async_op=True))
-                _add_product(sums, here.t(), inputs[part] * counted)
+                left, right = here.t(), inputs[part] * counted
+                # added in the precision of `sums`
+                if sums.dtype == left.dtype:
+                    sums.addmm_(left, right)
+                elif _adds_in_fp32(sums.device):
+                    torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
+                else:
+                    sums.add_(left @ right)
         for sum_of_ranks in on_the_way:
             sum_of_ranks.wait()
         if each is not None:
@@ -296,7 +303,12 @@ def _nats_and_gradient(
         log_z = target_logit - picked
     own_log_z = log_z
     if split is not None:
-        log_z, target_logit = _join(log_z, target_logit.masked_fill(~is_here.squeeze(1), 0), split)
+        # of the whole vocabulary, from those of each rank's rows, [tokens]; all ranks of the group get the same bits
+        own = torch.cat([log_z, target_logit.masked_fill(~is_here.squeeze(1), 0)])
+        laid = own.new_empty(len(split.numbers) * len(own))
+        dist.all_gather_single(laid, own, group=split.group)
+        of_ranks = laid.view(len(split.numbers), 2, -1)
+        log_z, target_logit = of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
         picked = target_logit - log_z
     weight = 1 + 2 * z_loss * log_z  # of the softmax in the gradient of -log p + z_loss * log(Z)^2
     if wants_gradient:
@@ -314,20 +326,6 @@ def _nats_and_gradient(
             of_target = torch.where(is_here, of_target, logits.gather(1, targets))
         logits.scatter_(1, targets, of_target)
     return torch.where(labels != IGNORED, z_loss * log_z.square() - picked, 0)
-
-
-def _join(
-    log_z: torch.Tensor, target_logit: torch.Tensor, split: HeldRows
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log of the whole normaliser and the target's logit, from those of each rank's rows, [tokens].
-
-    target_logit: 0 if the target is another rank's. All ranks of the group get the same bits.
-    """
-    own = torch.cat([log_z, target_logit])
-    laid = own.new_empty(len(split.numbers) * len(own))
-    dist.all_gather_single(laid, own, group=split.group)
-    of_ranks = laid.view(len(split.numbers), 2, -1)
-    return of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
 
 
 def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:
@@ -390,16 +388,6 @@ def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
         remedy = "mend that, or --set loss.compile=false"
         print(f"warning: {what}; {remedy}", file=sys.stderr, flush=True)
     return False
-
-
-def _add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Do `sums += left @ right`, added in the precision of `sums`."""
-    if sums.dtype == left.dtype:
-        sums.addmm_(left, right)
-    elif _adds_in_fp32(sums.device):
-        torch.addmm(sums, left, right, out_dtype=sums.dtype, out=sums)
-    else:
-        sums.add_(left @ right)
 
 
 @cache

@@ -22,7 +22,9 @@ def drawing_faults(built: PreTrainedModel) -> list[str]:
     faults, drawn, names = [], set(), {each: name for name, each in built.named_parameters()}
     for parameter in built.parameters():
         forget_drawn(parameter)
-    for _, module, _, trace in traced(built, _alike):
+    for _, module, _, trace in traced(
+        built, lambda each: torch.empty_like(each, dtype=torch.float32, device="meta")
+    ):
         drawn |= trace.written
         # No other parameters have memory while the rule of a module runs.
         far = trace.written.difference(parameters_near(module))
@@ -33,10 +35,6 @@ def drawing_faults(built: PreTrainedModel) -> list[str]:
     # Biases and norms may be left to their constructors, which fill them with zeros and ones.
     matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
     return faults + [f"{key} is drawn by no module" for key, parameter in matrices if parameter not in drawn]
-
-
-def _alike(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.empty_like(parameter, dtype=torch.float32, device="meta")
 
 
 def traced(

@@ -128,21 +128,18 @@ class GivenWeights:
         else:
             yield from self.files.chunks(origin.saved[0][0], start, end_of_rows)
         if stop > end_of_rows:
+            # Every added row becomes the mean of the source's: a row of zeros, or a drawn one, could get a logit far
+            # above those of the trained rows (Hewitt 2021).
+            saved, rows, width = origin.saved[0][0], origin.saved_shape[0], prod(origin.shape[1:])
+            if saved not in self._means:
+                total, step = torch.zeros(width, dtype=torch.float64), max(1, CHUNK // width)
+                for row in range(0, rows, step):
+                    last = min(row + step, rows)
+                    read = self.files.read(saved, row * width, last * width)
+                    total += read.view(-1, width).double().sum(0)
+                self._means[saved] = (total / rows).float()
             first = max(start, end_of_rows)
-            yield first, self._new_rows(origin)[torch.arange(first, stop) % prod(origin.shape[1:])]
-
-    def _new_rows(self, origin: Origin) -> torch.Tensor:
-        """Return the row that every added one becomes: the mean of the source's."""
-        # A row of zeros, or a drawn one, could get a logit far above those of the trained rows (Hewitt 2021).
-        saved, (rows, *rest) = origin.saved[0][0], origin.saved_shape
-        if saved not in self._means:
-            width = prod(rest)
-            total, step = torch.zeros(width, dtype=torch.float64), max(1, CHUNK // width)
-            for row in range(0, rows, step):
-                last = min(row + step, rows)
-                total += self.files.read(saved, row * width, last * width).view(-1, width).double().sum(0)
-            self._means[saved] = (total / rows).float()
-        return self._means[saved]
+            yield first, self._means[saved][torch.arange(first, stop) % width]
 
     def digest(self) -> str:
         """Return `xxh128:<hex>` over names, types, shapes and bytes of the tensors in use; the ranks share the reading.

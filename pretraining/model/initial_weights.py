@@ -116,7 +116,10 @@ def initialise_weights(
                 for parameter in draw.kept:
                     value = drawn.get(parameter)
                     if ranks > 1 and not draw.continues:
-                        value = _sent(parameter, value, source)
+                        if value is None:
+                            numel, dtype = whole_numel(parameter), parameter.dtype
+                            value = torch.empty(numel, dtype=dtype, device=_sending_device())
+                        dist.broadcast(value, source)
                     fill(parameter, lambda start, stop, value=value: [(start, value[start:stop])])
                 num_drawn += draw.num_kept
                 work_done(draw.num_kept)
@@ -194,7 +197,14 @@ def _draw(
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Return {parameter: flat tensor, in its type} of what a draw keeps; valid until the memory is used again."""
     if draw.continues:
-        lent = {parameter: _held(parameter) for parameter in parameters_near(draw.module)}
+        import deepspeed
+
+        lent = {}
+        for parameter in parameters_near(draw.module):
+            # what the ranks hold, in fp32; of split experts it has only this rank's
+            lent[parameter] = torch.empty(whole_shape(parameter), dtype=torch.float32)
+            with deepspeed.zero.GatheredParameters([parameter]):  # without ZeRO-3 this does nothing
+                own_rows(parameter, lent[parameter]).copy_(parameter)
     else:
         sizes = list(map(whole_numel, draw.lent))
         views = memory[: sum(sizes)].split(sizes)
@@ -217,24 +227,6 @@ def _draw(
 def _sending_device() -> str:
     """Name the device whose tensors the ranks can send; a rank alone sends nothing."""
     return "cuda" if rank_and_world_size()[1] > 1 and dist.get_backend() == "nccl" else "cpu"
-
-
-def _sent(parameter: nn.Parameter, value: torch.Tensor | None, source: int) -> torch.Tensor:
-    """Return on every rank the whole parameter's `value` that the rank `source` has. A collective."""
-    if value is None:
-        value = torch.empty(whole_numel(parameter), dtype=parameter.dtype, device=_sending_device())
-    dist.broadcast(value, source)
-    return value
-
-
-def _held(parameter: nn.Parameter) -> torch.Tensor:
-    """Copy what the ranks hold of a parameter, in fp32; of split experts it has only this rank's."""
-    import deepspeed
-
-    copied = torch.empty(whole_shape(parameter), dtype=torch.float32)
-    with deepspeed.zero.GatheredParameters([parameter]):  # without ZeRO-3 this does nothing
-        own_rows(parameter, copied).copy_(parameter)
-    return copied
 
 
 def fill(parameter: nn.Parameter, read: Callable[[int, int], Chunks]) -> None:

@@ -323,7 +323,20 @@ class ExpertDispatch:
         wide = torch.promote_types(weights.dtype, torch.float32)  # exact, as the numbers are
         chosen = torch.cat([weights.to(wide), own.masked_fill(~is_there, self.local).to(wide)], 1)
         weights, experts = exchange(chosen, self.group, sent, received).chunk(2, 1)
-        results = self._computed(rows, experts.detach().long(), weights, choices)
+        # Each row's choices here, [rows, chosen], in the order of the experts; a number past the last expert is none.
+        experts = experts.detach().long()
+        numbers, order = experts.flatten().to(torch.int16).sort(stable=True)
+        numbers, order = numbers[:choices], order[:choices]
+        own_copies = Copies.of(order // experts.shape[1], len(experts))
+        inputs, weights = own_copies.take(rows), weights.flatten().gather(0, order).unsqueeze(1)
+        if (missing := FEWEST_ROWS - choices) > 0:
+            inputs, weights = (
+                torch.cat([each, each.new_zeros(missing, each.shape[1])]) for each in (inputs, weights)
+            )
+            numbers = torch.cat([numbers, numbers.new_full((missing,), self.local - 1)])
+            results = own_copies.add_up(self._multiplied(inputs, numbers, weights)[:choices])
+        else:
+            results = own_copies.add_up(self._multiplied(inputs, numbers, weights))
         returned = exchange(results, self.group, received, sent)
         return copies.add_up(returned).to(hidden_states.dtype)
 
@@ -344,25 +357,6 @@ class ExpertDispatch:
         # the host waits here, once: it must know the sizes of the exchange
         sent, received, chosen = known.tolist()
         return Agreed(sent, received, sum(chosen))
-
-    def _computed(
-        self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, choices: int
-    ) -> torch.Tensor:
-        """Return for each row the weighted sum of what its experts here give, [rows, width].
-
-        experts, weights: [rows, chosen]; an expert's number past the last one is none.
-        """
-        numbers, order = experts.flatten().to(torch.int16).sort(stable=True)
-        numbers, order = numbers[:choices], order[:choices]
-        copies = Copies.of(order // experts.shape[1], len(experts))
-        inputs, weights = copies.take(rows), weights.flatten().gather(0, order).unsqueeze(1)
-        if (missing := FEWEST_ROWS - choices) > 0:
-            inputs, weights = (
-                torch.cat([each, each.new_zeros(missing, each.shape[1])]) for each in (inputs, weights)
-            )
-            numbers = torch.cat([numbers, numbers.new_full((missing,), self.local - 1)])
-            return copies.add_up(self._multiplied(inputs, numbers, weights)[:choices])
-        return copies.add_up(self._multiplied(inputs, numbers, weights))
 
     def _multiplied(self, inputs: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Pass each row [rows, width] through one expert and weight it; rows are in the order of the experts."""

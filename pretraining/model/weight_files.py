@@ -267,21 +267,18 @@ def open_weights(folder: Path) -> WeightFiles:
         return DistributedFiles(folder, [folder])
     if found := [path for path in files if path.suffix in _TORCH_SUFFIXES]:
         return TorchFiles(folder, found)
-    raise UserError(f"{folder}: holds no weights{_what_it_is(folder)}")
-
-
-def _what_it_is(folder: Path) -> str:
-    """Say what a folder without weights is, and what to name in its place."""
+    # what it is, and what to name in its place
+    what = " (safetensors, pytorch_model.bin, *.pt, or torch.distributed.checkpoint)"
     if (folder / "committed.json").is_file():
-        run = folder.parent
-        return f"; it is a checkpoint: python -m pretraining.checkpoints export {run} and name the folder it writes"
-    if (folder / "export" / "config.json").is_file():
-        return f"; it is a run: name its export, {folder / 'export'}"
-    if list(folder.glob("adapter_*")):
-        return "; it holds an adapter: merge it into its model, and name the folder of the merged one"
-    if found := sorted(path.parent for path in folder.glob("*/config.json")):
-        return f"; name {found[-1]}"
-    return " (safetensors, pytorch_model.bin, *.pt, or torch.distributed.checkpoint)"
+        command = f"python -m pretraining.checkpoints export {folder.parent}"
+        what = f"; it is a checkpoint: {command} and name the folder it writes"
+    elif (folder / "export" / "config.json").is_file():
+        what = f"; it is a run: name its export, {folder / 'export'}"
+    elif list(folder.glob("adapter_*")):
+        what = "; it holds an adapter: merge it into its model, and name the folder of the merged one"
+    elif models := sorted(path.parent for path in folder.glob("*/config.json")):
+        what = f"; name {models[-1]}"
+    raise UserError(f"{folder}: holds no weights{what}")
 
 
 KEY = "model.initial_weights"
@@ -333,9 +330,14 @@ class TranslatedFiles(WeightFiles):
     def __init__(self, files: WeightFiles, head_size: int) -> None:
         self.folder, self.is_mapped = files.folder, files.is_mapped
         self._files, self._head_size = files, head_size
-        self._saved = {
-            transformers_name(name): name for name in files.entries if not name.endswith(_COMPUTED)
-        }
+        self._saved: dict[str, str] = {}
+        for saved in (each for each in files.entries if not each.endswith(_COMPUTED)):
+            name = _WRAPPED.sub("", saved)
+            layer = _LAYER.fullmatch(name)
+            if layer is not None and layer[2] in _INSIDE:
+                self._saved[f"model.layers.{layer[1]}.{_INSIDE[layer[2]]}"] = saved
+            else:  # one that is not a Llama's stays
+                self._saved[_OUTSIDE.get(name, saved)] = saved
         self.entries: dict[str, Entry] = {ours: files.entries[saved] for ours, saved in self._saved.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -364,17 +366,6 @@ class TranslatedFiles(WeightFiles):
 
     def release(self) -> None:
         self._files.release()
-
-
-def transformers_name(saved: str) -> str:
-    """Translate the name of a weight; one that is not a Llama's stays."""
-    name = _WRAPPED.sub("", saved)
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    layer = _LAYER.fullmatch(name)
-    if layer is None or layer[2] not in _INSIDE:
-        return saved
-    return f"model.layers.{layer[1]}.{_INSIDE[layer[2]]}"
 
 
 def _is_rotated(name: str) -> bool:

@@ -1,18 +1,6 @@
 """Mend DeepSpeed's engine, read where its optimizers keep parameters, and change its defaults; deepspeed 0.19.8.
 
-Mended (each may go once its test passes without it):
-
-- The gradient norm (`read_norm_once`): the device is asked up to four times a step if a gradient overflows, if
-  the norm is finite, how much to clip by, and how long it is; and numbers are copied to the device in between. The norm
-  alone answers all of it. Held by test_fake_gpu.py and test_clipping.py.
-- Stage 3 (`order_on_the_device`): the host waits for the reductions of every micro-batch, and after every step for the
-  gather of the parameters that stay whole; without such parameters nothing orders a step before the next gather.
-  Streams can wait for each other. Held by test_stream_order.py.
-- Sums of gradients (`add_in_one_kernel`): a cast and an addition where one kernel does both. Held by
-  test_fake_gpu.py.
-- Stage 0 (`keep_norm_at_stage_0`): the norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255).
-- `round_robin_gradients` (`link_slices`): the map from parameters to slices is wrong. Held by the checkpoint tests.
-- Offload at stages 1 and 2 (`drop_refused_sums`): the sums of a refused step stay. Held by test_stability.py.
+Each function below says what it mends or changes, which test holds it, and when it may go.
 
 Read (held by test_optimizer_states.py, test_muon.py, test_nvme.py and test_reshard.py): an
 optimizer steps flat fp32 tensors, this rank's partitions. Checkpoints, Muon and the norms of layers need to know which
@@ -26,26 +14,6 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
   of its elements each rank has. Stages 0, 1 and 2 then reduce over the data ranks alone. Under stage 3, `zero.Init` has
   partitioned every weight over all ranks; AutoTP gathers what it cuts, and only that is partitioned over the data ranks
   (`holders`). Held by test_layouts.py.
-
-Changed:
-
-- Drawing under ZeRO-3 (`no_zero3_draw`; transformers 5.24): inside `no_init_weights` no weight is drawn at the other
-  stages, but under ZeRO-3 `PreTrainedModel._from_config` gathers every module once more and draws all the same. We draw
-  them ourselves, or load them: at 30b that pass is seconds of communication for nothing. Held by test_model.py;
-  it may go once `no_init_weights` counts there too.
-- Weights that exist, under ZeRO-3 (`fill_partition`): a parameter's own part (`ds_tensor`) is set where it is; to
-  gather every parameter for that would take memory for the largest on every rank. Held by test_given_weights.py.
-- Groups of experts and of nodes (`groups_at_once`): DeepSpeed makes one after another, and looks
-  `deepspeed.comm.new_group` up at each call. Held by test_scale.py; may go once it takes a mesh for them, as for
-  tensor parallelism.
-- Which gradient norms refuse a step (`refuse_norms`): each optimizer looks `is_invalid_grad_norm` up in its module.
-  Held by test_stability.py; may go once DeepSpeed has a limit for the norm.
-- Leaves of ZeRO-3 (`gather_as_one`): public, but explained nowhere. Held by test_compiling.py.
-- The limit of a group that is made without one (`wait_in_every_group`; torch 2.15): DeepSpeed reduces in a group of its
-  own making. torch's `default_pg_timeout` and `default_pg_nccl_timeout` are read when a group is made. Held by
-  test_launchers.py; may go once DeepSpeed hands its own limit on to every group.
-- Reductions through shared memory (`leave_out_shared_memory`): DeepSpeed's table of operators that this machine can
-  build. Held by test_ranks_apart.py; may go once they are built at their first use.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -86,11 +54,15 @@ def mend_optimizer(optimizer: Any) -> None:
 def read_norm_once(optimizer: Any) -> None:
     """Bring the norm to the host as soon as it is known; what follows from it is worked out there.
 
+    DeepSpeed asks the device up to four times a step: if a gradient overflows, if the norm is finite, how much to clip
+    by, and how long it is; and it copies numbers to the device in between. The norm alone answers all of it.
+
     optimizer: the engine's. Stages 2 and 3, and stage 1 in bf16; any other is left as it is. A step with gradients that
     are not finite is refused as before: their norm is not finite either.
 
     The waits that go gave the order of one that stays, in the same place: for the stream on which the norm is computed.
-    Numbers that were copied from the host are filled on the stream that reads them. Held by test_stream_order.py.
+    Numbers that were copied from the host are filled on the stream that reads them. Held by test_stream_order.py,
+    test_fake_gpu.py and test_clipping.py.
     """
     bf16_optimizer.get_global_norm_of_tensors = _norm_of_tensors
     stage3.combine_grad_norm_groups = _norm_of_groups
@@ -105,11 +77,7 @@ def read_norm_once(optimizer: Any) -> None:
 def on_the_host(norm_on_the_device: Callable) -> Callable:
     """Wrap a function that returns a norm, so that the result is on the host: the only wait of a step."""
     norm_on_the_device = within(_FilledOnTheDevice, norm_on_the_device)
-
-    def read_norm(*args, **kwargs) -> torch.Tensor:
-        return norm_on_the_device(*args, **kwargs).cpu()
-
-    return read_norm
+    return lambda *args, **kwargs: norm_on_the_device(*args, **kwargs).cpu()
 
 
 def within(mode: type[TorchFunctionMode], function: Callable) -> Callable:
@@ -139,6 +107,7 @@ def add_in_one_kernel(optimizer: Any) -> None:
     """Add 16-bit gradients to their fp32 sums as they are, at stages 1 and 3: the same bits, 10 bytes for 18 a value.
 
     DeepSpeed makes an fp32 copy of each gradient first. A 16-bit value is exact in fp32, in the addition as in a copy.
+    Held by test_fake_gpu.py.
     """
     for name in ("_update_hp_grad", "partition_grads"):
         if hasattr(optimizer, name):
@@ -207,7 +176,8 @@ def gather_after_writes(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
 def refuse_norms(is_refused: Callable[[float], bool] | None) -> None:
     """Let the optimizers of all ZeRO stages refuse a step by its norm too, as one that is not finite.
 
-    The norm is the same on every rank. None: as DeepSpeed does.
+    The norm is the same on every rank. None: as DeepSpeed does. Each optimizer looks `is_invalid_grad_norm` up in its
+    module. Held by test_stability.py; may go once DeepSpeed has a limit for the norm.
     """
 
     def is_invalid(norm: Any) -> bool:
@@ -220,6 +190,8 @@ def refuse_norms(is_refused: Callable[[float], bool] | None) -> None:
 def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None]) -> None:
     """Make `engine.get_global_grad_norm` answer as at the other stages.
 
+    The norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255).
+
     report: called with the norm before the step, so that no other code reads it from the device.
     """
     # In these the optimizer is DeepSpeed's own, which keeps the norm.
@@ -228,32 +200,26 @@ def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None
 
     def clip() -> None:
         limit, parameters = engine.gradient_clipping(), engine.module.parameters()
-        if engine.has_moe_layers:
-            norm = _clip_split(list(parameters), limit)
-        else:
+        if not engine.has_moe_layers:
             norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
+        else:
+            # by the norm of all gradients, experts of other ranks included; DeepSpeed takes the mean of the ranks
+            graded = [parameter for parameter in parameters if parameter.grad is not None]
+            squares = [
+                torch.linalg.vector_norm(each.grad, dtype=torch.float32).double().square()
+                / holders(each, None)[1]
+                for each in graded
+            ]
+            square = torch.stack(squares).sum()
+            dist.all_reduce(square)
+            norm = float(square.sqrt())
+            if (factor := limit / (norm + 1e-6)) < 1:
+                for each in graded:
+                    each.grad.mul_(factor)
         engine._global_grad_norm = float(norm)
         report(engine._global_grad_norm)
 
     engine.clip_fp32_gradients = clip
-
-
-def _clip_split(parameters: list[torch.Tensor], limit: float) -> float:
-    """Clip by the norm of all gradients, experts of other ranks included; DeepSpeed takes the mean of the ranks."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    squares = [
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32).double().square()
-        / holders(parameter, None)[1]
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
-    square = torch.stack(squares).sum()
-    dist.all_reduce(square)
-    norm = float(square.sqrt())
-    if (factor := limit / (norm + 1e-6)) < 1:
-        for gradient in gradients:
-            gradient.mul_(factor)
-    return norm
 
 
 def link_slices(optimizer: Any) -> None:
@@ -261,6 +227,7 @@ def link_slices(optimizer: Any) -> None:
 
     To spread the work of a backward pass over the ranks, DeepSpeed lays a group's parameters end to end in another
     order, but links them as if they lay in their own. Any optimizer without `round_robin_gradients` is left as it is.
+    Held by the checkpoint tests.
     """
     if not getattr(optimizer, "round_robin_gradients", False):
         return
@@ -287,7 +254,7 @@ def drop_refused_sums(optimizer: Any) -> None:
     """Forget the sums of gradients of a step that was refused, or every later step would be refused too.
 
     Stages 1 and 2 drop them only without offload (`DeepSpeedZeroOptimizer.step`); it matters if they are fp32 and the
-    weights are not.
+    weights are not. Held by test_stability.py.
     """
     if getattr(optimizer, "cpu_offload", False) and hasattr(optimizer, "averaged_gradients"):
         optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
@@ -371,49 +338,42 @@ def is_stage_1_or_2(optimizer: Any) -> bool:
 def zero_partitions(zero: Any) -> Iterator[Partition]:
     """Yield the flat tensors that a DeepSpeed optimizer steps on this rank, and what is in them; none at stage 0."""
     if is_stage_3(zero):
-        yield from _of_sub_groups(zero)
+        for index, parameters in enumerate(zero.fp16_groups):
+            tensor, slices, offset = zero.fp32_partitioned_groups_flat[index], [], 0
+            for parameter in parameters:
+                size = parameter.ds_tensor.ds_numel
+                start = size * dist.get_rank(group=parameter.ds_process_group)
+                numel = min(size, parameter.ds_numel - start)  # the last rank's share ends in padding
+                if numel > 0:
+                    start += first_element(parameter)
+                    slices.append(Slice(parameter, start, tensor, offset, numel))
+                offset += size  # with the padding
+            group = zero.sub_group_to_group_id[index]
+            # with a part of the sub-groups offloaded, a second optimizer steps those on the GPU
+            is_second = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
+            stepping = zero.backup_optimizer if is_second else zero.optimizer
+            # Stage 3 may cut one parameter group into several sub-groups.
+            yield Partition(tensor, group, stepping, list(parameters), slices)
     elif is_stage_1_or_2(zero):
-        yield from _of_groups(zero)
+        if isinstance(zero, BF16_Optimizer):
+            groups = zip(zero.fp32_groups_flat_partition, zero.bf16_groups, strict=True)
+        else:
+            groups = zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+        for group, (tensor, parameters) in enumerate(groups):
+            slices = []
+            for parameter in parameters:
+                # None: no element is in this rank's partition
+                if (mapping := parameter._hp_mapping) is not None:
+                    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    start = first_element(parameter) + here.start
+                    slices.append(Slice(parameter, start, tensor, there.start, here.numel))
+            yield Partition(tensor, group, zero.optimizer, list(parameters), slices)
 
 
 def zero_slices(zero: Any) -> Iterator[Slice]:
     """Yield every slice of a parameter that a DeepSpeed optimizer of stage 1, 2 or 3 steps on this rank."""
     for partition in zero_partitions(zero):
         yield from partition.slices
-
-
-def _of_groups(zero: Any) -> Iterator[Partition]:
-    if isinstance(zero, BF16_Optimizer):
-        groups = zip(zero.fp32_groups_flat_partition, zero.bf16_groups, strict=True)
-    else:
-        groups = zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
-    for group, (tensor, parameters) in enumerate(groups):
-        slices = []
-        for parameter in parameters:
-            if (mapping := parameter._hp_mapping) is not None:  # None: no element is in this rank's partition
-                here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                start = first_element(parameter) + here.start
-                slices.append(Slice(parameter, start, tensor, there.start, here.numel))
-        yield Partition(tensor, group, zero.optimizer, list(parameters), slices)
-
-
-def _of_sub_groups(zero: Any) -> Iterator[Partition]:
-    for index, parameters in enumerate(zero.fp16_groups):
-        tensor, slices, offset = zero.fp32_partitioned_groups_flat[index], [], 0
-        for parameter in parameters:
-            size = parameter.ds_tensor.ds_numel
-            start = size * dist.get_rank(group=parameter.ds_process_group)
-            numel = min(size, parameter.ds_numel - start)  # the last rank's share ends in padding
-            if numel > 0:
-                start += first_element(parameter)
-                slices.append(Slice(parameter, start, tensor, offset, numel))
-            offset += size  # with the padding
-        group = zero.sub_group_to_group_id[index]
-        # with a part of the sub-groups offloaded, a second optimizer steps those on the GPU
-        is_second = zero.offload_optimizer and zero.subgroup_to_device[index] != "cpu"
-        stepping = zero.backup_optimizer if is_second else zero.optimizer
-        # Stage 3 may cut one parameter group into several sub-groups.
-        yield Partition(tensor, group, stepping, list(parameters), slices)
 
 
 def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:
@@ -516,7 +476,12 @@ def holders(parameter: torch.Tensor, optimizer: Any) -> tuple[int, int]:
 
 
 def no_zero3_draw() -> AbstractContextManager:
-    """Leave weights as `zero.Init` has cut them up in the `with` block."""
+    """Leave weights as `zero.Init` has cut them up in the `with` block.
+
+    Inside `no_init_weights` no weight is drawn at the other stages, but under ZeRO-3 `PreTrainedModel._from_config`
+    (transformers 5.24) gathers every module once more and draws all the same. We draw or load them ourselves: at 30b
+    that pass is seconds of communication for nothing. Held by test_model.py; may go once `no_init_weights` counts.
+    """
     # transformers imports it from this module at each call.
     return mock.patch.object(hf_deepspeed, "initialize_weights_zero3", lambda model: None)
 
@@ -541,7 +506,9 @@ def own_partition(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) -> bool:
-    """Set this rank's part of a parameter under ZeRO-3; False if it must be gathered for that.
+    """Set this rank's part of a parameter under ZeRO-3 where it is; False if it must be gathered for that.
+
+    To gather every parameter would take memory for the largest on every rank. Held by test_given_weights.py.
 
     read: returns the elements [start, stop) of the flattened parameter.
     """
@@ -558,7 +525,11 @@ def fill_partition(parameter: torch.Tensor, read: Callable[[int, int], Chunks]) 
 
 
 def groups_at_once(own_group: Callable[[Iterable[int]], dist.ProcessGroup | None]) -> AbstractContextManager:
-    """Let DeepSpeed make groups by `own_group`: in the block it makes only some that together have all ranks."""
+    """Let DeepSpeed make groups of experts and of nodes by `own_group`: in the block only some that have all ranks.
+
+    It makes one after another, and looks `deepspeed.comm.new_group` up at each call. Held by test_scale.py; may go once
+    it takes a mesh for them, as for tensor parallelism.
+    """
     return mock.patch.object(deepspeed.comm, "new_group", own_group)
 
 
@@ -566,7 +537,7 @@ def gather_as_one(modules: Iterable[nn.Module]) -> None:
     """Let ZeRO-3 gather all weights of each module before its forward and backward pass, and none within.
 
     DeepSpeed 0.19.8 calls such a module a leaf (utils/z3_leaf_module.py): only the module itself gets hooks, and the
-    modules inside it get none. Call this before the engine is made.
+    modules inside it get none. Call this before the engine is made. Held by test_compiling.py.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -577,10 +548,11 @@ def gather_as_one(modules: Iterable[nn.Module]) -> None:
 def wait_in_every_group(timeout: timedelta) -> None:
     """Give groups that are made without a limit this one.
 
-    torch's own limit for NCCL is 10 minutes, and then it aborts the process. The watch for hangs, which can name the
-    ranks, would have no time to do so.
+    DeepSpeed reduces in a group of its own making. torch's own limit for NCCL is 10 minutes, and then it aborts the
+    process: the watch for hangs, which can name the ranks, would have no time to do so. Held by test_launchers.py; may
+    go once DeepSpeed hands its own limit on to every group.
     """
-    # Two names: NCCL has a default of its own, every other backend takes the first.
+    # Read when a group is made. Two names: NCCL has a default of its own, every other backend takes the first.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
 
 
@@ -589,7 +561,8 @@ def leave_out_shared_memory() -> None:
 
     comm/torch.py would build them for every process group, also without a ds_config. That takes a minute of compiling,
     a line on the screen, and 66 MiB a rank in /dev/shm that no process gives back. They also reduce over all ranks,
-    whichever group is asked for; torch's own reductions keep to the group.
+    whichever group is asked for; torch's own reductions keep to the group. Held by test_ranks_apart.py; may go once
+    they are built at their first use.
     """
     # Before `TorchBackend` is made, which looks here and builds them. Nobody else looks, and DeepSpeed would fill the
     # table first, for which every rank starts a compiler.

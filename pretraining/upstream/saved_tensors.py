@@ -88,7 +88,7 @@ class Walk:
         for (_, layer), kind in zip(layers, self.kinds, strict=True):
             layer.forward = self._first_of(str(kind), layer.forward)
         if (head := built.get_output_embeddings()) is not None:
-            head.register_forward_hook(self._after_head)
+            head.register_forward_hook(lambda *_: setattr(self, "place", LOGITS))
         self.fakes: dict[str, dict[int, torch.Tensor]] = {}
         self.held = [
             (held, name, tensor)
@@ -129,20 +129,18 @@ class Walk:
     def _weights_in(self, precision: str) -> list[torch.Tensor]:
         """Put fake weights and buffers of a precision into the model."""
         if precision not in self.fakes:
-            self.fakes[precision] = {
-                id(tensor): self._fake(tensor, PRECISIONS[precision][0]) for _, _, tensor in self.held
-            }
+            self.fakes[precision] = {}
+            for _, _, tensor in self.held:
+                # DeepSpeed casts buffers with the weights
+                dtype = PRECISIONS[precision][0] if tensor.is_floating_point() else tensor.dtype
+                on_meta = torch.empty_like(tensor, dtype=dtype, device="meta")
+                fake = FakeTensor(self.mode, on_meta, torch.device("cpu"))
+                if isinstance(tensor, nn.Parameter):
+                    fake = nn.Parameter(fake, tensor.requires_grad)
+                self.fakes[precision][id(tensor)] = fake
         for held, name, tensor in self.held:
             held[name] = self.fakes[precision][id(tensor)]
         return list(self.fakes[precision].values())
-
-    def _fake(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # DeepSpeed casts buffers with the weights
-        dtype = dtype if tensor.is_floating_point() else tensor.dtype
-        fake = FakeTensor(
-            self.mode, torch.empty_like(tensor, dtype=dtype, device="meta"), torch.device("cpu")
-        )
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
     def _save(self, tensor: torch.Tensor) -> Saved:
         saved = Saved(tensor)
@@ -179,9 +177,6 @@ class Walk:
             return out
 
         return run
-
-    def _after_head(self, *_) -> None:
-        self.place = LOGITS
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -243,7 +238,7 @@ class AsOnGpu(TorchFunctionMode):
         if name == "_grouped_mm":
             return _Grouped.apply(*args)
         if function is nn.functional.dropout:
-            return self._dropout(*args, **kwargs)
+            return _dropped(*args, **kwargs)
         if self.casts and name in IN_FP32:
             args = [_wide(each) for each in args]
             kwargs = {key: _wide(each) for key, each in kwargs.items()}
@@ -258,8 +253,9 @@ class AsOnGpu(TorchFunctionMode):
             mask = mask.new_empty(mask.shape, dtype=query.dtype)
         return _Attention.apply(query, key, value, mask)
 
-    def _dropout(self, input, p=0.5, training=True, inplace=False):
-        return torch.native_dropout(input, p, training)[0] if training and p else input
+
+def _dropped(input, p=0.5, training=True, inplace=False):
+    return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
 def _wide(value):
