@@ -140,10 +140,10 @@ def attempt(job: "Job") -> bool:
     # The first write of this attempt: all above may refuse.
     begin_run(run, plan, data, checkpoints.identity, model, dataset)
     trainer.train(resume_from_checkpoint=start.checkpoint)
-    if monitors.finding is not None:
+    if (finding := monitors.stability.finding) is not None:
         trainer.release()
         # raises `GaveUp` if the recipe allows no further attempt
-        roll_back(run, start, recipe, monitors.finding.step, monitors.finding.sentence)
+        roll_back(run, start, recipe, finding.step, finding.sentence)
         return False
     finish(job, plan, trainer, checkpoints)
     return True

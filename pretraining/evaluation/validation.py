@@ -155,15 +155,15 @@ class Validation:
             ):
                 # Under ZeRO-3 a forward pass is a collective: a rank that runs out reads the first block, and counts
                 # nothing of it.
-                part, indices = batches[number] if number < len(batches) else (0, range(0))
-                dataset = self.parts[part].dataset
+                place, indices = batches[number] if number < len(batches) else (0, range(0))
+                dataset = self.parts[place].dataset
                 inputs = _batch([dataset[i] for i in indices] or [dataset[0]], groups, device)
                 labels = inputs.pop("labels")
                 if not indices:
                     labels.fill_(IGNORED)
                 # The model gets no labels: its own loss would shift them, and would keep all logits in fp32.
                 logits = model(**inputs).logits
-                totals[part] += _sums(self.own_metrics, logits.flatten(0, 1), labels.flatten())
+                totals[place] += _sums(self.own_metrics, logits.flatten(0, 1), labels.flatten())
         if dist.is_initialized() and dist.get_world_size() > 1:
             if groups.tensor_part:
                 totals.zero_()  # what the first rank of those that split the layers has counted

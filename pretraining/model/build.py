@@ -148,22 +148,10 @@ def build_model(
     if groups.degrees.sequence > 1:
         attention = split_attention(attention, groups)
     config = build_config({**model, "attn_implementation": attention}, tokenizer)
-    try:
-        # drawn below, the same at every stage; ZeRO-3 makes the groups of nodes here (hpZ)
-        with no_init_weights(), no_zero3_draw(), groups_at_once(own_group):
-            built = AutoModelForCausalLM.from_config(
-                config, dtype=_parameter_dtype(arguments), trust_remote_code=False
-            )
-    except KeyError as error:  # how transformers reports an unknown rope_type
-        raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error
-    except (ImportError, ValueError) as error:
-        if isinstance(error, ValueError) and "attn_implementation" not in str(error):
-            raise UserError(f"model: {' '.join(str(error).split())}") from error
-        # What remains is the attention: a package that is missing, or a name that transformers does not know.
-        what = f"{attention} cannot be used here ({INSTALL.get(attention, 'see its package')})"
-        reason = " ".join(str(error).split())[:200]
-        remedy = "or leave it out to use torch's own kernels"
-        raise UserError(f"model.attn_implementation: {what}, {remedy}: {reason}") from error
+    # DeepSpeed makes its fp32 master weights from the bf16 ones at every stage: to build in bf16 changes no value and
+    # halves host memory. Without DeepSpeed, autocast needs fp32 weights.
+    dtype = torch.bfloat16 if arguments.deepspeed and arguments.bf16 else torch.float32
+    built = _without_weights(config, attention, dtype)
     # On a processor there is one kernel, unless the recipe asks for more.
     chosen = torch.cuda.is_available() or masks_documents or "attn_implementation" in model
     if arguments.process_index == 0 and chosen:
@@ -174,7 +162,7 @@ def build_model(
     # A step of 0.001 is lost in a bias of 16 bits. DeepSpeed keeps the buffers that the model names.
     keep_buffers(built, CORRECTION_BIASES)
     if weights.keep_in_fp32:
-        keep_in_fp32(built, weights.wide_tables, weights.has_wide, _parameter_dtype(arguments))
+        keep_in_fp32(built, weights.wide_tables, weights.has_wide, dtype)
     if groups.degrees.expert > 1:
         with groups_at_once(own_group):
             split_experts(built, groups.degrees.expert)
@@ -203,11 +191,22 @@ def build_model(
     return built
 
 
-def _parameter_dtype(arguments: TrainingArguments) -> torch.dtype:
-    """Choose bf16 if DeepSpeed would cast to it anyway, else fp32."""
-    # DeepSpeed makes its fp32 master weights from the bf16 ones at every stage: to build in bf16 changes no value and
-    # halves host memory. Without DeepSpeed, autocast needs fp32 weights.
-    return torch.bfloat16 if arguments.deepspeed and arguments.bf16 else torch.float32
+def _without_weights(config: PreTrainedConfig, attention: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the model, and draw nothing. attention: the name that was chosen."""
+    try:
+        # drawn later, the same at every stage; ZeRO-3 makes the groups of nodes here (hpZ)
+        with no_init_weights(), no_zero3_draw(), groups_at_once(own_group):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except KeyError as error:  # how transformers reports an unknown rope_type
+        raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ValueError) and "attn_implementation" not in str(error):
+            raise UserError(f"model: {' '.join(str(error).split())}") from error
+        # What remains is the attention: a package that is missing, or a name that transformers does not know.
+        what = f"{attention} cannot be used here ({INSTALL.get(attention, 'see its package')})"
+        reason = " ".join(str(error).split())[:200]
+        remedy = "or leave it out to use torch's own kernels"
+        raise UserError(f"model.attn_implementation: {what}, {remedy}: {reason}") from error
 
 
 BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
@@ -266,7 +265,7 @@ def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) 
     kernels = PLAIN_KERNELS.compiled(**options)
     for module in modules:
         if speed.compile != "whole" and (expert_modules(module) or is_watched()):
-            compiled = _recomputed_outside(module, kernels, options)
+            compiled = _recomputed_outside(module, kernels, options, first_pass)
         else:
             compiled = torch.compile(module.forward, **options)
         if first_pass:
@@ -306,7 +305,9 @@ def _in_training(module: nn.Module, compiled: Callable) -> Callable:
     return forward
 
 
-def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> Callable:
+def _recomputed_outside(
+    module: nn.Module, kernels: Kernels, options: dict, first_pass: "FirstPass | None"
+) -> Callable:
     """Compile a block with experts, or whose logits are seen, so that activation checkpointing calls the compiled code.
 
     Other blocks are recomputed within their graph. Here routers' logits leave the block, and graphs end inside of it,
@@ -323,8 +324,15 @@ def _recomputed_outside(module: nn.Module, kernels: Kernels, options: dict) -> C
         for each in dispatches:
             each.kernels = kernels
         try:
-            output = compiled(*args, **kwargs)
-            hand_on()
+            try:
+                output = compiled(*args, **kwargs)
+            except Exception:
+                hand_on(is_kept=False)  # of the part of the block that ran before it failed
+                raise
+            if first_pass is not None and first_pass.is_trying:
+                first_pass.hand_on = hand_on  # once no rank has failed: a plain pass would hand them on again
+            else:
+                hand_on()
             return output
         finally:  # a block that is not compiled, or a validation, takes plain ones
             for each in dispatches:
@@ -344,6 +352,9 @@ class FirstPass:
 
     def __init__(self, missing: str | None, trial: Callable | None = None) -> None:
         self.missing, self.trial, self.has_failed = missing, trial, False
+        self.is_trying = False
+        self.hand_on: Callable | None = None
+        """Hands on what a first call has noted (`capture_routers`), or drops it."""
 
     def trying(self, compiled: Callable, plain: Callable) -> Callable:
         """Call `compiled`, or `plain` after a first call has failed on any rank. Ranks make first calls together."""
@@ -360,8 +371,14 @@ class FirstPass:
                 self._together(self.trial, device, numbers)
                 self.trial = None
             if not self.has_failed:
-                result = self._together(compiled, device, *args, **kwargs)
+                self.is_trying, self.hand_on = True, None
+                try:
+                    result = self._together(compiled, device, *args, **kwargs)
+                finally:
+                    self.is_trying = False
                 is_known = not self.has_failed
+                if self.hand_on is not None:
+                    self.hand_on(is_kept=is_known)
                 if is_known:
                     return result
                 del result  # before the block runs again: its graph holds activations

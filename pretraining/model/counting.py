@@ -179,7 +179,7 @@ def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
     config = built.config.get_text_config()
     longest = max(4, getattr(config, "max_position_embeddings", None) or LENGTHS_OF_LOOPS[-1])
     walk = Walk(built, model.get("attn_implementation"))
-    saves = [walk.measure("fp32", 1, min(longest, length)).saves for length in LENGTHS_OF_LOOPS[::2]]
+    saves = [walk.measure("fp32", 1, min(longest, length))[1] for length in LENGTHS_OF_LOOPS[::2]]
     lengths = (longest // 4, longest // 2, longest)
     if saves[0] != saves[1]:
         lengths = min(lengths, LENGTHS_OF_LOOPS)
@@ -187,7 +187,7 @@ def kept_for_backward(built: PreTrainedModel, model: dict) -> dict:
     found = {}
     for precision in PRECISIONS:
         cases = ((1, short), (1, half), (2, half), (1, full), (2, full))
-        counts = [walk.measure(precision, *case).sizes for case in cases]
+        counts = [walk.measure(precision, *case)[0] for case in cases]
         keys = dict.fromkeys(key for count in counts for key in count)
         found[precision] = {key: [count[key] for count in counts] for key in keys}
     return {"lengths": list(lengths), "kinds": walk.kinds, "bytes": found}

@@ -35,7 +35,7 @@ from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallbac
 from pretraining.training.hangs import HangCallback
 from pretraining.training.metrics import MetricsCallback, ProgressCallback, SourceLoss
 from pretraining.training.profile import PeakMemory, ProfileCallback
-from pretraining.training.stability import Instability, StabilityMonitor
+from pretraining.training.stability import StabilityMonitor
 from pretraining.training.stopping import EarlyStopping, StopRequests
 from pretraining.training.throughput import SpeedMeter, UseWatch
 from pretraining.training.trackers import build_trackers
@@ -98,11 +98,6 @@ class RunMonitors:
         # the user's own come before metrics, which then has what they add to the logs
         own = [each() for each in all_of(self.recipe.extensions, "callback").values()]
         return [SettledCollector(), self.hangs, *judging, *counting, *own, saves, *logging, *self.profile]
-
-    @property
-    def finding(self) -> Instability | None:
-        """Why the attempt was ended early; None if it was not."""
-        return self.stability.finding
 
 
 def notify(callbacks: Iterable[TrainerCallback], method: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections.abc import Callable
+from functools import partialmethod
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -126,18 +127,13 @@ class Trackers(TrainerCallback):
     def __init__(self, trackers: list[Tracker]) -> None:
         self.trackers = trackers
 
-
-def _handed_on(event: str):
-    # made by a function, so that each method keeps its own `event`
-    def hand_on(self, args, state, control, **kwargs):
+    def hand_on(self, event: str, args, state, control, **kwargs) -> None:
         for tracker in self.trackers:
             tracker.call(event, args, state, control, **kwargs)
 
-    return hand_on
-
 
 for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
-    setattr(Trackers, _event, _handed_on(_event))
+    setattr(Trackers, _event, partialmethod(Trackers.hand_on, _event))
 
 
 def _in_table_of(module_name: str) -> Callable[[Any, list[dict]], None]:

@@ -241,24 +241,14 @@ class PretrainingTrainer(OpenTrainer):
         if self.checkpoints and is_due and step > self.first_step:
             with self.clock.during("saving"):
                 self.checkpoints.save(self, validation_follows=True)
-        metrics = self._measure(metric_key_prefix)
-        if self.checkpoints:
-            if self.control.should_save and not is_validated(step, self.state.log_history):
-                self.checkpoints.save(self)  # cut short: before a schedule follows the NaN that stands for it
-            self.checkpoints.add_validation(self)
-        return metrics
-
-    def _measure(self, prefix: str) -> dict[str, float]:
-        """Measure, log and hand on what was measured; a NaN if a stop cuts it short."""
 
         def interrupted() -> bool:
             """Return whether the validation is to end, between two of its rounds."""
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             return self.stop is not None and self.stop.agreed()
 
-        step, averages = self.state.global_step, self.recipe.optimizer.average_decay is not None
         of_average: dict | None = {}
-        if self.checkpoints and averages and step > 0:
+        if self.checkpoints and self.recipe.optimizer.average_decay is not None and step > 0:
             with self.checkpoints.exponential_average(self):
                 of_average = self.evaluator.measure(self.model_wrapped, step, interrupted)
         # the weights are exchanged for their average, and back after the block
@@ -271,17 +261,22 @@ class PretrainingTrainer(OpenTrainer):
                 # Save and stop. Nothing is logged, and the next start repeats the validation. If one were still wanted,
                 # the Trainer would begin it as it leaves its loop.
                 self.control.should_evaluate = False
-                if self.state.global_step == self.first_step:
+                if step == self.first_step:
                     self._leave_if_stopped()  # the checkpoint it came from holds all there is
                 self.control.should_save = self.control.should_training_stop = True
-                # the Trainer looks this metric up in what a validation returns
+                # a NaN under the name that the Trainer looks up in what a validation returns
                 judged = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
-                return {f"eval_{judged}": math.nan}
-            measured |= {f"{OF_AVERAGE}{name}": value for name, value in of_average.items()}
-            metrics = {f"{prefix}_{name}": value for name, value in measured.items()}
-            self.log(metrics)
-            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-            return metrics
+                metrics = {f"eval_{judged}": math.nan}
+            else:
+                measured |= {f"{OF_AVERAGE}{name}": value for name, value in of_average.items()}
+                metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
+                self.log(metrics)
+                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self.checkpoints:
+            if self.control.should_save and not is_validated(step, self.state.log_history):
+                self.checkpoints.save(self)  # cut short: before a schedule follows the NaN that stands for it
+            self.checkpoints.add_validation(self)
+        return metrics
 
     def _leave_if_stopped(self) -> None:
         if self.stop is not None:

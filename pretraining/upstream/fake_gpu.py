@@ -110,7 +110,7 @@ class _Calls(TorchFunctionMode):
         kwargs = {name: _inner(value) for name, value in (kwargs or {}).items()}
         on_device = bool(args) and isinstance(args[0], FakeTensor)
         # As on a GPU, the numbers are real on the host first, and are then copied to the device.
-        if function in _MADE_ON_THE_HOST and kwargs.get("device") == INNER:
+        if function in (torch.tensor, torch.as_tensor) and kwargs.get("device") == INNER:
             return function(*args, **{**kwargs, "device": "cpu"}).to(INNER)
         if function is torch.Tensor.new_tensor and on_device:
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, **kwargs, "device": "cpu"}).to(INNER)
@@ -119,9 +119,6 @@ class _Calls(TorchFunctionMode):
         if function is F.scaled_dot_product_attention and on_device:
             return _fused_attention(*args, **kwargs)
         return function(*args, **kwargs)
-
-
-_MADE_ON_THE_HOST = {torch.tensor, torch.as_tensor}
 
 
 def _inner(value):

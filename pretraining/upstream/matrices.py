@@ -43,9 +43,8 @@ class Matrices:
     @property
     def cost(self) -> int:
         """The multiplications of one Newton-Schulz iteration, up to a constant factor."""
-        rows, columns = self._one()
         # X X^T is formed on the shorter side, see `orthogonalize`
-        return self.numel * min(rows, columns)
+        return self.numel * min(self.sides)
 
     def scale(self, rule: str) -> float:
         """Return what the orthogonalised update is multiplied with (`optimizer.scale`).
@@ -59,13 +58,9 @@ class Matrices:
     @property
     def sides(self) -> tuple[int, int]:
         """Return (outputs, inputs) of one matrix."""
-        rows, columns = self._one()
-        return (columns, rows) if self.transposed else (rows, columns)
-
-    def _one(self) -> tuple[int, int]:
         sizes = list(self.shape)
         sizes[self.split_dim] //= self.parts
-        return sizes[-2], sizes[-1]
+        return (sizes[-1], sizes[-2]) if self.transposed else (sizes[-2], sizes[-1])
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape [numel] to [matrices, rows, columns], as a view if the layout allows it."""

@@ -57,16 +57,6 @@ IN_FP32 = {
 OUTSIDE, LOGITS = "outside", "logits"
 
 
-class Count:
-    """What one forward pass keeps."""
-
-    def __init__(self) -> None:
-        self.sizes: Counter = Counter()
-        """Bytes by place (`outside`, `logits`, the number of a kind of layers) and what they are."""
-        self.saves = 0
-        """Tensors that were saved."""
-
-
 class Saved:
     """A tensor as autograd saves it; it is gone as soon as nothing needs its gradient."""
 
@@ -98,11 +88,14 @@ class Walk:
             if tensor is not None
         ]
 
-    def measure(self, precision: str, rows: int, length: int) -> Count:
-        """Return what `rows` sequences of `length` tokens keep."""
+    def measure(self, precision: str, rows: int, length: int) -> tuple[Counter, int]:
+        """Return what `rows` sequences of `length` tokens keep, and how many tensors were saved.
+
+        The first is bytes by place (`outside`, `logits`, the number of a kind of layers) and what they are.
+        """
         casts, fakes = PRECISIONS[precision][1], self._weights_in(precision)
         self.place, self.done, self.inputs, self.saved = OUTSIDE, {}, {}, []
-        self.shared, self.given, count = {}, [], Count()
+        self.shared, self.given, sizes = {}, [], Counter()
         with self.mode:
             ids = torch.zeros(rows, length, dtype=torch.long)
             self.known = {_storage(tensor) for tensor in (*fakes, ids)}
@@ -113,18 +106,29 @@ class Walk:
                 without_padding(),
             ):
                 given = self.built(input_ids=ids)
-        count.saves, seen = len(self.saved), set(self.known)
+        seen = set(self.known)
         for reference, place in self.saved:
             saved = reference()
-            if saved is not None and (key := _storage(saved.tensor)) not in seen:
-                seen.add(key)
-                self._add(count.sizes, OUTSIDE if key in self.shared else place, saved.tensor)
+            if saved is None or (key := _storage(saved.tensor)) in seen:
+                continue
+            seen.add(key)
+            tensor, place = saved.tensor, OUTSIDE if key in self.shared else place
+            size = tensor.untyped_storage().nbytes()
+            sizes[place] += size
+            if place in (OUTSIDE, LOGITS):
+                continue
+            sizes[f"{place} largest"] = max(sizes[f"{place} largest"], size)
+            *lines, width = self.inputs[place].shape
+            is_dense = tensor.ndim > 2 or (tensor.ndim == 2 and len(tensor) == prod(lines))
+            # heads and inner values; experts have rows of their own
+            if tensor.ndim > 3 or (is_dense and tensor.shape[-1] not in (1, width)):
+                sizes[f"{place} split"] += size
         del given
         for key, size in self.shared.items():
-            count.sizes["arguments"] += size * (key not in seen)
+            sizes["arguments"] += size * (key not in seen)
         for kind, hidden in self.inputs.items():
-            count.sizes[f"{kind} input"] = hidden.untyped_storage().nbytes()
-        return count
+            sizes[f"{kind} input"] = hidden.untyped_storage().nbytes()
+        return sizes, len(self.saved)
 
     def _weights_in(self, precision: str) -> list[torch.Tensor]:
         """Put fake weights and buffers of a precision into the model."""
@@ -146,18 +150,6 @@ class Walk:
         saved = Saved(tensor)
         self.saved.append((weakref.ref(saved), self.place))
         return saved
-
-    def _add(self, sizes: Counter, place: str, tensor: torch.Tensor) -> None:
-        size = tensor.untyped_storage().nbytes()
-        sizes[place] += size
-        if place in (OUTSIDE, LOGITS):
-            return
-        sizes[f"{place} largest"] = max(sizes[f"{place} largest"], size)
-        *rows, width = self.inputs[place].shape
-        is_dense = tensor.ndim > 2 or (tensor.ndim == 2 and len(tensor) == prod(rows))
-        # heads and inner values; experts have rows of their own
-        if tensor.ndim > 3 or (is_dense and tensor.shape[-1] not in (1, width)):
-            sizes[f"{place} split"] += size
 
     def _first_of(self, kind: str, forward: Callable) -> Callable:
         def run(*args, **kwargs):

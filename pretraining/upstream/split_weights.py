@@ -113,14 +113,10 @@ EXPERTS = "autoep_expert"
 def make_expert_groups(size: int) -> dist.ProcessGroup:
     """Make the groups of ranks that split the experts, `size` neighbours each, and return this rank's. A collective."""
     _announce_experts()
-    name = _name_of(size)
+    name = f"ep_size_{size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(size)
     return groups._get_expert_parallel_group(name)
-
-
-def _name_of(size: int) -> str:
-    return f"ep_size_{size}"
 
 
 def hold_experts(module: nn.Module, name: str, size: int) -> None:
@@ -129,15 +125,16 @@ def hold_experts(module: nn.Module, name: str, size: int) -> None:
     size: number of ranks that split the experts; their groups are made already.
     """
     whole = module.get_parameter(name)
-    group = groups._get_expert_parallel_group(_name_of(size))
-    copies = groups._get_expert_data_parallel_group(_name_of(size))
+    name_of_group = f"ep_size_{size}"
+    group = groups._get_expert_parallel_group(name_of_group)
+    copies = groups._get_expert_data_parallel_group(name_of_group)
     total, *others = own_shape(whole)
     rows = total // size
     empty = torch.empty(rows, *others, dtype=whole.dtype, device="meta" if whole.is_meta else "cpu")
     part = nn.Parameter(empty, requires_grad=whole.requires_grad)
     start = rows * dist.get_rank(group)
     part.share = Share(start, start + rows, total, group, copies)
-    part.group_name = part.ds_zero_partition_group_name = _name_of(size)
+    part.group_name = part.ds_zero_partition_group_name = name_of_group
     if hasattr(whole, "ds_id"):
         part.ds_zero_placement_family, part.ds_zero_partition_process_group = EXPERTS, copies
         whole.convert_to_zero_parameters([part])

@@ -278,10 +278,11 @@ def capture_routers(block: nn.Module) -> Callable:
                     routers.append((module, hook))
                     routers[-1][0].noted = None
 
-    def hand_on() -> None:
+    def hand_on(is_kept: bool = True) -> None:
         for router, capture in routers:
             if router.noted is not None:
-                capture(router, (), router.noted)
+                if is_kept:
+                    capture(router, (), router.noted)
                 router.noted = None  # its graph holds activations
 
     return hand_on

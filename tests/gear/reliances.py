@@ -1,8 +1,8 @@
 """List every private or patched name of a library that this package relies on: what an upgrade can break.
 
 No module outside upstream/ uses such a name, and upstream/ uses none that is not in this table. test_upstream.py
-checks both, and that the installed library has each name, with these parameters. Each module of upstream/ says in its head
-or at the function what it needs the names for, and when each may go.
+checks both, and that the installed library has each name, with these parameters. Each module of upstream/ says
+in its head or at the function what it needs the names for, and when each may go.
 """
 
 import re

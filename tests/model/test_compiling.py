@@ -14,6 +14,7 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.model.attention import TORCH_VARLEN, register_kernels
 from pretraining.model.build import (
+    FirstPass,
     blocks_of,
     build_config,
     build_from_recipe,
@@ -344,6 +345,26 @@ def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, argument
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: blocks")]
     assert len(said) == 1 and "run uncompiled on all ranks, as rank 0 cannot compile them" in said[0]
     assert ("C++ compiler" if backend == "inductor" else "No space left on device") in said[0]
+
+
+def test_where_another_rank_cannot_compile_routers_say_once_what_they_chose(arguments, monkeypatch):
+    """The rank that could has run a block twice: compiled, and as all ranks do."""
+    section = measurable("deepseek_v3", known_types()["deepseek_v3"])
+    together = FirstPass._together
+
+    def fails_elsewhere(self, *call, **keywords):
+        result = together(self, *call, **keywords)
+        self.has_failed = True
+        return result
+
+    monkeypatch.setattr(FirstPass, "_together", fails_elsewhere)
+    found = []
+    for speed in (NONE, Speed(compile="auto", compile_backend="eager")):
+        model = build_model(section, TOKENIZER, arguments, speed=speed).train()
+        watch_routing(model)
+        found.append(model(input_ids=IDS % 96).router_logits)
+    for plain, compiled in zip(*found, strict=True):
+        assert torch.equal(plain, compiled)
 
 
 TOOLCHAIN = "pretraining.upstream.toolchain"
