@@ -89,42 +89,36 @@ def score(model: nn.Module, pairs: Sequence[Pair], passes: Passes, interrupted: 
     # Longest first: a batch that does not fit in memory fails at once, and padding stays small.
     order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i].context) - len(pairs[i].continuation))
     batches = [order[start : start + size] for start in range(0, len(order), size)]
-    scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    # of each pair the log-probability, and 1 if all tokens are the likeliest
+    scores = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
     with evaluation_mode(model):
         for number in own_of_rounds(len(batches), *groups.evaluating, interrupted):
             # Under ZeRO-3 a forward pass is a collective: a rank that runs out repeats the shortest batch without
             # effect.
-            batch = batches[min(number, len(batches) - 1)]
-            found = _score_batch(model, [pairs[index] for index in batch], passes.max_length)
+            batch = [pairs[index] for index in batches[min(number, len(batches) - 1)]]
+            # Padding is on the right: earlier positions of a causal model do not see it.
+            # One token more than the model reads: the last one is only a target.
+            texts = [(pair.context + pair.continuation)[-(passes.max_length + 1) :] for pair in batch]
+            width = max(2, *map(len, texts)) - 1  # an input has at least one token
+            rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
+            found, logits = [], model(input_ids=_on(device, rows)).logits
+            for row, text, pair in zip(logits, texts, batch, strict=True):
+                end, count = len(text) - 1, min(len(pair.continuation), len(text) - 1)
+                if not count:
+                    found.append(torch.tensor([0.0, 1.0], dtype=torch.float64, device=device))
+                    continue
+                # Only the rows that are scored go to fp32: all of a batch may be gigabytes.
+                logs = torch.log_softmax(row[end - count : end].float(), -1)
+                targets = _on(device, text[end - count + 1 :])
+                chosen = logs.gather(1, targets[:, None]).double().sum()
+                found.append(torch.stack([chosen, (logs.argmax(-1) == targets).all().double()]))
             if number < len(batches) and not groups.tensor_part:
-                scores.index_copy_(0, _on(scores.device, batch), found)
+                scores.index_copy_(0, _on(device, batches[number]), torch.stack(found))
     if groups.world_size > 1:
         dist.all_reduce(scores)  # each pair has one rank's score, and zeros from all others
     # The host waits for the device only here: all scores stayed there until now.
     return [Score(nats, greedy == 1.0) for nats, greedy in scores.tolist()]
-
-
-def _score_batch(model: nn.Module, pairs: Sequence[Pair], max_length: int) -> torch.Tensor:
-    """Score one batch: [pairs, 2] in fp64, the log-probability and 1 if all tokens are the likeliest."""
-    device = next(model.parameters()).device
-    # Padding is on the right: earlier positions of a causal model do not see it.
-    # One token more than the model reads: the last one is only a target.
-    texts = [(pair.context + pair.continuation)[-(max_length + 1) :] for pair in pairs]
-    width = max(2, *map(len, texts)) - 1  # an input has at least one token
-    rows = [text[:-1] + [0] * (width + 1 - len(text)) for text in texts]
-    logits = model(input_ids=_on(device, rows)).logits
-    scores = []
-    for row, text, pair in zip(logits, texts, pairs, strict=True):
-        end, count = len(text) - 1, min(len(pair.continuation), len(text) - 1)
-        if not count:
-            scores.append(torch.tensor([0.0, 1.0], dtype=torch.float64, device=device))
-            continue
-        # Only the rows that are scored go to fp32: all of a batch may be gigabytes.
-        logs = torch.log_softmax(row[end - count : end].float(), -1)
-        targets = _on(device, text[end - count + 1 :])
-        chosen = logs.gather(1, targets[:, None]).double().sum()
-        scores.append(torch.stack([chosen, (logs.argmax(-1) == targets).all().double()]))
-    return torch.stack(scores)
 
 
 def _on(device: torch.device, numbers: list) -> torch.Tensor:

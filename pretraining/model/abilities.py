@@ -32,7 +32,6 @@ from pretraining.upstream.attention_logits import (
     clipped_units,
     factors,
     forget_logits,
-    of_units,
     read_logits,
     watch_attention,
 )
@@ -240,7 +239,7 @@ def clips_logits(model: dict) -> None:
     layer, before = next(iter(logits_of(network, tokens).items()))
     threshold = before.max().item() / 2
     for name in [name for name, each in units.items() if each.layer == layer]:
-        factor = of_units(units[name], factors(before, threshold))
+        factor = factors(units[name], before, threshold)
         parameter = network.get_parameter(name)
         is_plain = parameter.ndim == 2 and not units[name].transposed
         parameter.data.mul_(factor[:, None] if is_plain else factor)

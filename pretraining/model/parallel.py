@@ -58,25 +58,14 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Any, sent: Any, received: Any) -> torch.Tensor:
-        ctx.group, ctx.sizes = group, (sent, received)
-        return _all_to_all(rows, group, sent, received)
+        ctx.group, ctx.back = group, (received, sent)
+        taken = rows.new_empty(rows.shape if received is None else (sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=group)
+        return taken
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
-        sent, received = ctx.sizes
-        return _all_to_all(gradient, ctx.group, received, sent), None, None, None
-
-
-def _all_to_all(
-    rows: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    sent: Sequence[int] | None,
-    received: Sequence[int] | None,
-) -> torch.Tensor:
-    shape = rows.shape if received is None else (sum(received), *rows.shape[1:])
-    taken = rows.new_empty(shape)
-    dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=group)
-    return taken
+        return exchange(gradient, ctx.group, *ctx.back), None, None, None
 
 
 class HeadsHere(NamedTuple):

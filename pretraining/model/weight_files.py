@@ -189,29 +189,6 @@ class _Metadata(pickle.Unpickler):
         return super().find_class(module.removesuffix("._local"), name)
 
 
-def _read_metadata(folder: Path) -> tuple[Any, dict[str, Entry]]:
-    """Read what a torch.distributed.checkpoint holds, and its tensors; `ValueError` if none or with files elsewhere."""
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-    content = read_bytes(folder / ".metadata")
-    try:
-        found = _Metadata(io.BytesIO(content)).load()
-        if not isinstance(found, Metadata):
-            raise ValueError("its .metadata is that of something else")
-        for stored in found.storage_data.values():
-            inside(folder, stored.relative_path)
-        tensors = {
-            name: Entry(tuple(torch.Size(stored.size)), stored.properties.dtype)
-            for name, stored in found.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-        if not all(isinstance(entry.dtype, torch.dtype) for entry in tensors.values()):
-            raise ValueError("a tensor has no type")
-    except Exception as error:  # whatever damaged bytes lead an unpickler to
-        raise ValueError(f"{type(error).__name__} in its .metadata: {error}") from error
-    return found, tensors
-
-
 class DistributedFiles(WeightFiles):
     """A folder of torch.distributed.checkpoint, whichever number of ranks wrote it."""
 
@@ -219,7 +196,24 @@ class DistributedFiles(WeightFiles):
 
     def _list(self, path: Path) -> Iterator[tuple[str, Entry]]:
         self._kept: tuple[str, torch.Tensor | None] = ("", None)
-        self._metadata, tensors = _read_metadata(path)
+        from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+        content = read_bytes(path / ".metadata")
+        try:
+            self._metadata = _Metadata(io.BytesIO(content)).load()
+            if not isinstance(self._metadata, Metadata):
+                raise ValueError("its .metadata is that of something else")
+            for stored in self._metadata.storage_data.values():
+                inside(path, stored.relative_path)
+            tensors = {
+                name: Entry(tuple(torch.Size(stored.size)), stored.properties.dtype)
+                for name, stored in self._metadata.state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata)
+            }
+            if not all(isinstance(entry.dtype, torch.dtype) for entry in tensors.values()):
+                raise ValueError("a tensor has no type")
+        except Exception as error:  # whatever damaged bytes lead an unpickler to
+            raise ValueError(f"{type(error).__name__} in its .metadata: {error}") from error
         yield from tensors.items()
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -231,7 +225,7 @@ class DistributedFiles(WeightFiles):
         if self._kept[0] != name:
             self._kept = ("", None)
             whole = torch.empty(self.entries[name].shape, dtype=self.entries[name].dtype)
-            # torch's reader would unpickle any class: it gets what `_read_metadata` has read
+            # torch's reader would unpickle any class: it gets what `_list` has read
             reader = FileSystemReader(self.folder)
             reader.read_metadata = lambda *_, **__: self._metadata  # type: ignore[method-assign]
             with warnings.catch_warnings(action="ignore"):  # that no group is asked, as is meant

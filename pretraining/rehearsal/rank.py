@@ -260,28 +260,23 @@ def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker
     # the first of the others holds what is missing
     content: dict[int, Tensors] = {rank: tensors, 0 if rank else 1: held}
     for each in range(ranks):
-        entry = _write_with_holes(folder / rank_file(each, ranks), content.get(each, {}))
+        path, own = folder / rank_file(each, ranks), content.get(each, {})
+        header, num_bytes = file_header(own)
+        places = json.loads(header[8:])
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + num_bytes)
+            # the states of its random generators are written: nobody could go on from zeros
+            for name in (name for name in own if "@" not in name):
+                file.seek(len(header) + places[name]["data_offsets"][0])
+                file.write(own[name].numpy().tobytes())
+        is_listed = len(header) + num_bytes <= MOST_READ_BYTES
+        entry = {path.name: file_entry(path)} if is_listed else {}
         of_rank = {**(entries if each == rank else {}), **entry}
         # not through the disk's cache and back, as a real one: a rehearsal has nothing to lose
         receipt_text = json.dumps({"files": of_rank, **receipt})
         (folder / receipt_name(each, ranks)).write_text(receipt_text, encoding="utf-8")
     commit_checkpoint(folder, marker)
-
-
-def _write_with_holes(path: Path, tensors: Tensors) -> dict[str, dict]:
-    """Write the header, and make the file as long as if the tensors followed; returns {name: `file_entry`}, or {}.
-
-    The rank's own tensors, the states of its random generators, are written: nobody could go on from zeros.
-    """
-    header, num_bytes = file_header(tensors)
-    places = json.loads(header[8:])
-    with path.open("wb") as file:
-        file.write(header)
-        file.truncate(len(header) + num_bytes)
-        for name in (name for name in tensors if "@" not in name):
-            file.seek(len(header) + places[name]["data_offsets"][0])
-            file.write(tensors[name].numpy().tobytes())
-    return {} if len(header) + num_bytes > MOST_READ_BYTES else {path.name: file_entry(path)}
 
 
 def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str, torch.Tensor]:

@@ -24,7 +24,6 @@ from pretraining.upstream.attention_logits import (
     clipped_units,
     factors,
     forget_logits,
-    of_units,
     read_logits,
 )
 from pretraining.upstream.deepspeed import split_part, stepping_optimizers, whole_shape
@@ -44,8 +43,8 @@ class ActivationsCallback(TrainerCallback):
             forget_logits(model)
             self.was_on, WATCH.is_on = WATCH.is_on, True
             self.sums: dict[str, list[torch.Tensor]] = {}
-            self._hooks = [layer.register_forward_hook(self._see) for _, layer in layers_of(model)]
             self.names = {layer: name for name, layer in layers_of(model)}
+            self._hooks = [layer.register_forward_hook(self._see) for layer in self.names]
 
     # outside of compiled code; a recomputed layer is seen twice, with the same numbers
     @torch.compiler.disable
@@ -123,7 +122,7 @@ class LogitClip(TrainerCallback):
         if not self.factors:  # the first of several calls in a step; all ranks make the same ones
             logits = read_logits(self.model)
             for name, units in self.units.items():
-                self.factors[name] = of_units(units, factors(logits[units.layer], self.threshold))
+                self.factors[name] = factors(units, logits[units.layer], self.threshold)
         for tensor in stepped(optimizer):
             # a step that was refused has no gradients: it changes nothing
             for name, part in self.parts.get(id(tensor), ()) if tensor.grad is not None else ():

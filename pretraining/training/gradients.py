@@ -24,17 +24,7 @@ from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.muon import compute_device, rectangles
-from pretraining.upstream.deepspeed import (
-    Slice,
-    first_element,
-    holders,
-    split_part,
-    stepping_optimizers,
-    tensor_part_and_degree,
-    whole_shape,
-    zero_partitions,
-    zero_slices,
-)
+from pretraining.upstream import deepspeed
 from pretraining.upstream.matrices import hidden_matrices
 from pretraining.upstream.torch import hook_first
 
@@ -102,11 +92,14 @@ class UnitPart(NamedTuple):
         return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
 
 
-def stepped_slices(model: nn.Module, inner: Any) -> list[Slice]:
+def stepped_slices(model: nn.Module, inner: Any) -> list[deepspeed.Slice]:
     """List what is stepped of the model's parameters: all of them whole, or this rank's slices of ZeRO's."""
     if not isinstance(inner, torch.optim.Optimizer):
-        return list(zero_slices(inner))
-    return [Slice(each, first_element(each), each, 0, each.numel()) for each in model.parameters()]
+        return list(deepspeed.zero_slices(inner))
+    return [
+        deepspeed.Slice(each, deepspeed.first_element(each), each, 0, each.numel())
+        for each in model.parameters()
+    ]
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -136,7 +129,7 @@ class Clipping(TrainerCallback):
         self.is_shared = not isinstance(optimizer, torch.optim.Optimizer)
         if self.ratio:
             self._find_units(model, optimizer)
-        for stepper in stepping_optimizers(optimizer):
+        for stepper in deepspeed.stepping_optimizers(optimizer):
             stepper.register_step_pre_hook(lambda each, *_: self._clip(each))
 
     def _find_units(self, model: PreTrainedModel, optimizer: Any) -> None:
@@ -144,15 +137,17 @@ class Clipping(TrainerCallback):
         head, matrices = model.get_output_embeddings(), hidden_matrices(model)
         spared = None if head is None else head.weight
         units = {
-            parameter: UnitDivision.of(whole_shape(parameter), name in matrices and matrices[name].transposed)
+            parameter: UnitDivision.of(
+                deepspeed.whole_shape(parameter), name in matrices and matrices[name].transposed
+            )
             for name, parameter in model.named_parameters()
             if parameter is not spared
         }
         if not self.is_shared:
             for parameter, each in units.items():
-                parts = each.parts(first_element(parameter), parameter.numel())
+                parts = each.parts(deepspeed.first_element(parameter), parameter.numel())
                 self.layouts[id(parameter)] = list(parts), each.count
-        for partition in zero_partitions(optimizer):  # none without ZeRO
+        for partition in deepspeed.zero_partitions(optimizer):  # none without ZeRO
             # every rank counts the units of all parameters, in the same order
             first, total = {}, 0
             for parameter in (each for each in partition.parameters if each in units):
@@ -232,12 +227,12 @@ class LayerNormsCallback(TrainerCallback):
                 self.layers = list(dict.fromkeys(names.values()))
                 numbers = {key: self.layers.index(layer) for key, layer in names.items()}
                 inner = getattr(optimizer, "optimizer", optimizer)
-                self.optimizers = stepping_optimizers(inner)
+                self.optimizers = deepspeed.stepping_optimizers(inner)
                 # Without ZeRO and layers that are split, every rank has the whole gradients.
                 alone = not dist.is_initialized()
                 for parameter, _, tensor, offset, numel in stepped_slices(model, inner):
                     if (layer := numbers.get(id(parameter))) is not None:
-                        copies = 1 if alone else holders(parameter, inner)[1]
+                        copies = 1 if alone else deepspeed.holders(parameter, inner)[1]
                         self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))
             self.squares = torch.zeros(len(self.layers), dtype=torch.float64)
             # before clipping by value
@@ -339,7 +334,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             return
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # ranks that split layers: each has the gradients of all parameters that are not split
-        self.degree = tensor_part_and_degree()[1]
+        self.degree = deepspeed.tensor_part_and_degree()[1]
         name = type(self).__name__
         saved = state.stateful_callbacks.get(name, self.state())["attributes"]
         self.scale = NoiseScale(args.per_device_train_batch_size * self.sequence_length, **saved)
@@ -354,7 +349,7 @@ class NoiseScaleCallback(TrainerCallback, ExportableState):
             # These hooks run before what accumulates, reduces or shards a gradient. They see that of one backward
             # pass, whole and unreduced, at every ZeRO stage and under DDP.
             self._hooks = [
-                parameter.register_hook(partial(self._see, is_split=bool(split_part(parameter))))
+                parameter.register_hook(partial(self._see, is_split=bool(deepspeed.split_part(parameter))))
                 for parameter in self.parameters
             ]
 

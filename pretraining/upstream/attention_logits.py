@@ -218,11 +218,7 @@ def _blocks_of(attention: Any, config: Any) -> dict[str, list[list[tuple[int, fl
     return {"q_proj": [[(width, 0.5)]], "k_proj": [[(width, 0.5)]]}
 
 
-def factors(largest: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return by what each head's logits shrink: to the threshold if the largest is above it, else by nothing."""
-    return torch.where(largest > threshold, threshold / largest, 1.0)
-
-
-def of_units(units: ClippedUnits, of_heads: torch.Tensor) -> torch.Tensor:
-    """Return the factor of each output, [outputs], from those of a layer's heads."""
+def factors(units: ClippedUnits, largest: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Return the factor of each output, [outputs]: a head's logits shrink to the threshold if `largest` is above it."""
+    of_heads = torch.where(largest > threshold, threshold / largest, 1.0)
     return of_heads[units.heads.to(of_heads.device)] ** units.powers.to(of_heads.device)

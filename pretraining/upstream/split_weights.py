@@ -112,7 +112,17 @@ EXPERTS = "autoep_expert"
 
 def make_expert_groups(size: int) -> dist.ProcessGroup:
     """Make the groups of ranks that split the experts, `size` neighbours each, and return this rank's. A collective."""
-    _announce_experts()
+    configure = DeepSpeedEngine._configure_distributed_model
+    if not hasattr(configure, "__wrapped__"):
+
+        @wraps(configure)
+        def configured(engine: DeepSpeedEngine, model: nn.Module) -> None:
+            configure(engine, model)
+            if any(not getattr(parameter, "allreduce", True) for parameter in model.parameters()):
+                engine.has_moe_layers = True
+
+        # engines that are made from now on find marked parameters in any module
+        DeepSpeedEngine._configure_distributed_model = configured
     name = f"ep_size_{size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(size)
@@ -166,18 +176,3 @@ def whole_experts(model: nn.Module) -> dict[str, torch.Tensor]:
                 if is_first:
                     found[name] = torch.cat([part.cpu() for part in parts])
     return found
-
-
-def _announce_experts() -> None:
-    """Let engines that are made from now on find marked parameters in any module."""
-    configure = DeepSpeedEngine._configure_distributed_model
-    if hasattr(configure, "__wrapped__"):
-        return
-
-    @wraps(configure)
-    def configured(engine: DeepSpeedEngine, model: nn.Module) -> None:
-        configure(engine, model)
-        if any(not getattr(parameter, "allreduce", True) for parameter in model.parameters()):
-            engine.has_moe_layers = True
-
-    DeepSpeedEngine._configure_distributed_model = configured

@@ -15,6 +15,7 @@ from pretraining.training.activations import LogitClip
 from pretraining.upstream import attention_logits
 from pretraining.upstream.attention_logits import (
     WATCH,
+    ClippedUnits,
     factors,
     forget_logits,
     largest_logits,
@@ -126,7 +127,8 @@ def test_normed_queries_and_keys_are_refused():
 
 def test_factors_lead_to_the_threshold():
     largest = torch.tensor([-1.0, 50.0, 100.0, 400.0, -math.inf])
-    assert factors(largest, 100.0).tolist() == [1.0, 1.0, 1.0, 0.25, 1.0]
+    units = ClippedUnits("attn", torch.arange(5), torch.ones(5))
+    assert factors(units, largest, 100.0).tolist() == [1.0, 1.0, 1.0, 0.25, 1.0]
 
 
 LAYOUTS = {
