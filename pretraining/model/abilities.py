@@ -27,14 +27,7 @@ from pretraining.model.counting import answer_on_stdin
 from pretraining.model.loss import balance_of, build_loss
 from pretraining.recipe.model import has_experts
 from pretraining.recipe.sections import Loss, Speed
-from pretraining.upstream.attention_logits import (
-    WATCH,
-    clipped_units,
-    factors,
-    forget_logits,
-    read_logits,
-    watch_attention,
-)
+from pretraining.upstream import attention_logits
 from pretraining.upstream.transformers import mask_by_positions
 
 TOLERANCE = 1e-5
@@ -211,14 +204,14 @@ def balances(model: dict) -> None:
 
 def logits_of(network: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the largest logit of each head in a training pass."""
-    watch_attention()
-    WATCH.is_on = True
+    attention_logits.watch_attention()
+    attention_logits.WATCH.is_on = True
     try:
         network(input_ids=tokens)
-        return read_logits(network)
+        return attention_logits.read_logits(network)
     finally:
-        WATCH.is_on = False
-        forget_logits(network)
+        attention_logits.WATCH.is_on = False
+        attention_logits.forget_logits(network)
 
 
 def sees_logits(model: dict) -> None:
@@ -235,11 +228,11 @@ def clips_logits(model: dict) -> None:
     """Clip the first layer's heads at half of its largest logit, and measure them again."""
     sees_logits(model)
     network, tokens = built(model), _tokens(model)
-    units = clipped_units(network)
+    units = attention_logits.clipped_units(network)
     layer, before = next(iter(logits_of(network, tokens).items()))
     threshold = before.max().item() / 2
     for name in [name for name, each in units.items() if each.layer == layer]:
-        factor = factors(units[name], before, threshold)
+        factor = attention_logits.factors(units[name], before, threshold)
         parameter = network.get_parameter(name)
         is_plain = parameter.ndim == 2 and not units[name].transposed
         parameter.data.mul_(factor[:, None] if is_plain else factor)

@@ -19,13 +19,7 @@ from pretraining.training.gradients import (
     stepped,
     stepped_slices,
 )
-from pretraining.upstream.attention_logits import (
-    WATCH,
-    clipped_units,
-    factors,
-    forget_logits,
-    read_logits,
-)
+from pretraining.upstream import attention_logits
 from pretraining.upstream.deepspeed import split_part, stepping_optimizers, whole_shape
 from pretraining.upstream.saved_tensors import layers_of
 from pretraining.upstream.torch import hook_first
@@ -40,8 +34,8 @@ class ActivationsCallback(TrainerCallback):
     def on_step_begin(self, args, state, control, model, **kwargs) -> None:
         self.measures = (state.global_step + 1) % self.every_steps == 0
         if self.measures:
-            forget_logits(model)
-            self.was_on, WATCH.is_on = WATCH.is_on, True
+            attention_logits.forget_logits(model)
+            self.was_on, attention_logits.WATCH.is_on = attention_logits.WATCH.is_on, True
             self.sums: dict[str, list[torch.Tensor]] = {}
             self.names = {layer: name for name, layer in layers_of(model)}
             self._hooks = [layer.register_forward_hook(self._see) for layer in self.names]
@@ -60,9 +54,9 @@ class ActivationsCallback(TrainerCallback):
             return
         for hook in self._hooks:
             hook.remove()
-        WATCH.is_on = self.was_on
+        attention_logits.WATCH.is_on = self.was_on
         self.latest = {}
-        for name, largest in read_logits(model).items():
+        for name, largest in attention_logits.read_logits(model).items():
             key = f"stability/attention_logit/{layer_of(f'{name}.')}"
             self.latest[key] = max(round(largest.max().item(), 6), self.latest.get(key, -math.inf))
         # one copy to the host for all layers; every pass has as many tokens
@@ -89,15 +83,15 @@ class LogitClip(TrainerCallback):
         self.factors: dict[str, torch.Tensor] = {}
 
     def on_train_begin(self, args, state, control, model, optimizer, **kwargs) -> None:
-        WATCH.is_on = True
+        attention_logits.WATCH.is_on = True
         self.begin(model, getattr(optimizer, "optimizer", optimizer))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        WATCH.is_on = False
+        attention_logits.WATCH.is_on = False
 
     def begin(self, model: PreTrainedModel, optimizer: Any) -> None:
         """Clip from the next step on. optimizer: torch's, or DeepSpeed's of stage 1, 2 or 3."""
-        self.model, self.units = model, clipped_units(model)
+        self.model, self.units = model, attention_logits.clipped_units(model)
         names = {parameter: name for name, parameter in model.named_parameters() if name in self.units}
         self.parts: dict[int, list[tuple[str, UnitPart]]] = {}
         for piece in stepped_slices(model, optimizer):
@@ -115,14 +109,14 @@ class LogitClip(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self.factors = {}
-        forget_logits(self.model)
+        attention_logits.forget_logits(self.model)
 
     @torch.no_grad()
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self.factors:  # the first of several calls in a step; all ranks make the same ones
-            logits = read_logits(self.model)
+            logits = attention_logits.read_logits(self.model)
             for name, units in self.units.items():
-                self.factors[name] = factors(units, logits[units.layer], self.threshold)
+                self.factors[name] = attention_logits.factors(units, logits[units.layer], self.threshold)
         for tensor in stepped(optimizer):
             # a step that was refused has no gradients: it changes nothing
             for name, part in self.parts.get(id(tensor), ()) if tensor.grad is not None else ():

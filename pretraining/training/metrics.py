@@ -23,15 +23,7 @@ from pretraining.runtime.metric_names import grouped_names, perplexity
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.runtime.wall_time import Goodput, Price
-from pretraining.training.throughput import (
-    PAUSES,
-    GpuReadings,
-    SpeedMeter,
-    Stragglers,
-    UseWatch,
-    of_all_ranks,
-    time_optimizer,
-)
+from pretraining.training import throughput
 
 
 def logged_number(name: str, value: Any) -> Any:
@@ -54,10 +46,10 @@ class MetricsCallback(TrainerCallback):
     def __init__(
         self,
         run: RunFolder,
-        speed: SpeedMeter,
+        speed: throughput.SpeedMeter,
         tokens_per_epoch: Callable[[], int | None],
         price: Price | None = None,
-        low_use: UseWatch | None = None,
+        low_use: throughput.UseWatch | None = None,
     ) -> None:
         self.run, self.speed, self.tokens_per_epoch = run, speed, tokens_per_epoch
         self.price, self.low_use = price, low_use
@@ -70,9 +62,9 @@ class MetricsCallback(TrainerCallback):
                 self.run.metrics, state.global_step, state.log_history, lambda row: "eval/loss" in row
             )
             self.goodput = Goodput(self.run, past, self.speed.world_size, self.price)
-        self.stragglers, self.gpu = Stragglers(), GpuReadings()
+        self.stragglers, self.gpu = throughput.Stragglers(), throughput.GpuReadings()
         self.logged_step = state.global_step
-        time_optimizer(optimizer, self.speed.clock)
+        throughput.time_optimizer(optimizer, self.speed.clock)
         self.speed.clock.start()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -132,7 +124,7 @@ class MetricsCallback(TrainerCallback):
             **self.speed.remaining(state.global_step, step_seconds),
             "memory/host_peak_bytes": most[1],
             **dict(zip(device, most[2:], strict=False)),
-            **of_all_ranks([row[2 + len(device) :] for row in ranks]),
+            **throughput.of_all_ranks([row[2 + len(device) :] for row in ranks]),
         }
         if len(ranks) > 1:
             measured["throughput/slowest_rank_own_seconds"] = round(most[0], 6)
@@ -142,7 +134,8 @@ class MetricsCallback(TrainerCallback):
         if state.is_world_process_zero:
             # on rank 0 only: it alone has the events and the rows that count
             measured["throughput/goodput"] = round(self.goodput.add(steps, step_seconds), 6)
-            paused, left = sum(seconds.get(name, 0.0) for name in PAUSES), measured["throughput/seconds_left"]
+            paused = sum(seconds.get(name, 0.0) for name in throughput.PAUSES)
+            left = measured["throughput/seconds_left"]
             measured.update(self.goodput.cost(steps * step_seconds, paused, left))
             for slow in self.stragglers.judge([row[0] for row in ranks], step_seconds, steps):
                 self.run.add_event("straggler", step=state.global_step, **slow)

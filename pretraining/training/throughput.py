@@ -305,16 +305,26 @@ HELD_BACK_BY = {
 }
 """The same bits: why a clock under load is lower than it could be (nvml.h, nvmlClocksEventReasons)."""
 
-# reading -> what stands for all ranks: the mean use, the hottest GPU, the power of all GPUs, the slowest clock
-TOGETHER: dict[str, Callable[[Sequence[float]], float]] = {
-    "utilization": lambda shares: sum(shares) / len(shares),
-    "temperature_celsius": max,
-    "power_watts": sum,
-    "clock_mhz": min,
-    "memory_clock_mhz": min,
-    "thermal_slowdown": max,
+READINGS: dict[str, tuple[Callable[[Sequence[float]], float], Callable[[Any, Any], float]]] = {
+    "utilization": (
+        lambda shares: sum(shares) / len(shares),
+        lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    ),
+    "temperature_celsius": (
+        max,
+        lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    ),
+    "power_watts": (sum, lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),  # milliwatts
+    "clock_mhz": (min, lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+    "memory_clock_mhz": (min, lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
+    "thermal_slowdown": (
+        max,
+        lambda nvml, gpu: bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & HEAT),
+    ),
 }
-NAMES = tuple(f"hardware/gpu_{reading}" for reading in TOGETHER)
+"""Reading -> (what stands for all ranks, the question to NVML). For all: the mean use, the hottest GPU, the power of
+all GPUs, the slowest clock."""
+NAMES = tuple(f"hardware/gpu_{reading}" for reading in READINGS)
 
 
 class GpuReadings:
@@ -349,22 +359,21 @@ class GpuReadings:
         before, now = self._energy, self._joules()
         counted = before is not None and now is not None and now[0] > before[0]
         readings = [
-            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
-            self._temperature(),
-            (now[1] - before[1]) / (now[0] - before[0]) if counted else self._watts(),
-            self._clock_mhz(),
-            self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
-            self._ask(lambda nvml, gpu: bool(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & HEAT)),
+            (now[1] - before[1]) / (now[0] - before[0])
+            if reading == "power_watts" and counted
+            else self._ask(question)
+            for reading, (_, question) in READINGS.items()
         ]
         return dict(zip(NAMES, readings, strict=True))
 
     def under_load(self) -> dict:
         """Return {"clock_hz", "temperature_celsius", "watts", "held_back_by"} now, without what is not known."""
         reasons = self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+        now = {reading: self._ask(question) for reading, (_, question) in READINGS.items()}
         state: dict = {
-            "clock_hz": 1e6 * self._clock_mhz(),
-            "temperature_celsius": self._temperature(),
-            "watts": self._watts(),
+            "clock_hz": 1e6 * now["clock_mhz"],
+            "temperature_celsius": now["temperature_celsius"],
+            "watts": now["power_watts"],
         }
         state = {name: value for name, value in state.items() if not math.isnan(value)}
         if not math.isnan(reasons):
@@ -380,15 +389,6 @@ class GpuReadings:
         except Exception:  # NVML raises classes of its own, and an old binding lacks a name
             return math.nan
 
-    def _temperature(self) -> float:
-        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
-
-    def _clock_mhz(self) -> float:
-        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
-
-    def _watts(self) -> float:
-        return self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)  # milliwatts
-
     def _joules(self) -> tuple[float, float] | None:
         """Read the GPU's counter of energy, and keep it with its time."""
         joules = self._ask(lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3)
@@ -399,7 +399,7 @@ class GpuReadings:
 def of_all_ranks(rows: Sequence[Sequence[float]]) -> dict[str, float]:
     """Return the metrics of the ranks' readings, [ranks, readings] in the order of `NAMES`."""
     metrics = {}
-    for name, together, column in zip(NAMES, TOGETHER.values(), zip(*rows, strict=True), strict=False):
+    for name, (together, _), column in zip(NAMES, READINGS.values(), zip(*rows, strict=True), strict=False):
         known = {rank: round(value, 3) for rank, value in enumerate(column) if not math.isnan(value)}
         if not known:
             continue

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,21 +33,12 @@ from pretraining.runtime.metric_names import OF_AVERAGE
 from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.runtime.processes import ignore_in_worker
 from pretraining.runtime.run_folder import is_validated
+from pretraining.training import optimizers
 from pretraining.training.activations import LogitClip
 from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import Muon
-from pretraining.training.optimizers import (
-    Bf16InDecay,
-    GroupValues,
-    choose_optimizer,
-    counting_by_tensor,
-    describe_groups,
-    follow_run,
-    keep_average,
-    own_schedule,
-)
 from pretraining.training.stopping import StoppingCallback, repeats_validation
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer, stepping_optimizers
@@ -128,14 +118,18 @@ class PretrainingTrainer(OpenTrainer):
                     collate_blocks, part=groups.sequence_part, parts=groups.degrees.sequence
                 ),
                 compute_loss_func=monitors.loss(loss) if monitors else loss,
-                optimizer_cls_and_kwargs=choose_optimizer(recipe),
+                optimizer_cls_and_kwargs=optimizers.choose_optimizer(recipe),
                 callbacks=[
                     *(evaluator.callbacks if evaluator else ()),
                     *(monitors.callbacks(checkpoints) if monitors else ()),
                     *parts.callbacks,
                     Clipping(recipe),
                     *([LogitClip(recipe.optimizer.qk_clip)] if recipe.optimizer.qk_clip else []),
-                    *([Bf16InDecay(recipe, self.schedule_place)] if recipe.speed.bf16_decay else []),
+                    *(
+                        [optimizers.Bf16InDecay(recipe, self.schedule_place)]
+                        if recipe.speed.bf16_decay
+                        else []
+                    ),
                 ],
             )
             # Let transformers refuse names and keywords now rather than when training begins.
@@ -170,10 +164,10 @@ class PretrainingTrainer(OpenTrainer):
     ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
         num_steps = self.schedule_place(num_training_steps)
-        if (schedule := own_schedule(self.recipe, num_steps)) is not None:
+        if (schedule := optimizers.own_schedule(self.recipe, num_steps)) is not None:
             self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, schedule)
         scheduler = super().create_scheduler(num_steps, optimizer)
-        follow_run(scheduler, self.progress, self.recipe.schedule_counts_tokens, self.journal)
+        optimizers.follow_run(scheduler, self.progress, self.recipe.schedule_counts_tokens, self.journal)
         return scheduler
 
     def schedule_place(self, finished_steps: int) -> float:
@@ -204,7 +198,7 @@ class PretrainingTrainer(OpenTrainer):
         """Return Transformers' choice, without the optimizer's own warm-up: only the schedule warms up."""
         optimizer_class, keywords = Trainer.get_optimizer_cls_and_kwargs(args, model)
         keywords.pop("warmup_steps", None)
-        return counting_by_tensor(optimizer_class), keywords
+        return optimizers.counting_by_tensor(optimizer_class), keywords
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the recipe's optimizer. Rank 0 prints groups that differ in more than weight decay."""
@@ -216,10 +210,10 @@ class PretrainingTrainer(OpenTrainer):
         optimizer.param_groups[:] = split_by_type(optimizer.param_groups)
         if isinstance(optimizer, Muon):
             # first: what it adds to the logs comes before the row is written
-            self.callback_handler.callbacks.insert(0, GroupValues(optimizer, self.schedule_place))
+            self.callback_handler.callbacks.insert(0, optimizers.GroupValues(optimizer, self.schedule_place))
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
-            print("\n".join(describe_groups(optimizer, self.model)), flush=True)
+            print("\n".join(optimizers.describe_groups(optimizer, self.model)), flush=True)
         # Ranks that have other experts cannot share a partition. Without split experts this changes nothing.
         optimizer.param_groups[:] = expert_groups_of(optimizer.param_groups)
         return optimizer
@@ -332,7 +326,7 @@ class PretrainingTrainer(OpenTrainer):
     def _save_before_leaving(self) -> None:
         """Save the steps that were done since the start, and end the callbacks, as after the last step."""
         if self.state.global_step > self.first_step:
-            self.save_checkpoint()
+            self.checkpoints.save(self)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -391,19 +385,10 @@ class PretrainingTrainer(OpenTrainer):
             # now: accelerate and DeepSpeed have put others in the place of the one that was created
             prepared: Any = self.optimizer
             for each in stepping_optimizers(prepared.optimizer):
-                keep_average(each, self.recipe.optimizer, lambda: self.state.global_step)
+                optimizers.keep_average(each, self.recipe.optimizer, lambda: self.state.global_step)
 
     def repeats_validation(self) -> bool:
         return repeats_validation(self.args, self.state)
-
-    def save_checkpoint(self) -> None:
-        self.checkpoints.save(self)
-
-    def load_state(self, checkpoint: Path) -> None:
-        self.checkpoints.load_state(self, checkpoint)
-
-    def load_position(self, checkpoint: Path) -> None:
-        self.checkpoints.load_position(self, checkpoint)
 
     def closing_results(self) -> dict[str, float]:
         """Return the metrics of the last step, measured now unless the Trainer's cadence has just done so."""

@@ -6,10 +6,10 @@ run's own Trainer fills in:
     private in transformers       public here               why
     _get_grad_norm                gradient_norm_known       monitors judge every step by the norm before clipping
     _get_num_items_in_batch       count_targets             masked documents: ranks hold different numbers of targets
-    _prepare_for_training         prepared, load_state      checkpoints are ours, and are loaded into prepared objects
+    _prepare_for_training         prepared, checkpoints     checkpoints are ours, and are loaded into prepared objects
     _load_from_checkpoint         (nothing)                 without DeepSpeed it would load weights before that
-    _load_rng_state               load_position             called once the loop's own counters are at their start
-    _save_checkpoint              save_checkpoint           the Trainer's and DeepSpeed's are pickles of one layout
+    _load_rng_state               checkpoints               called once the loop's own counters are at their start
+    _save_checkpoint              checkpoints               the Trainer's and DeepSpeed's are pickles of one layout
     _evaluate                     repeats_validation    a schedule that follows the loss sees a repeated validation too
     _run_epoch                    (skipped)                 a run that early stopping had left is not trained on
     _tr_loss                      running_loss              one NaN would stay in it for ever
@@ -92,12 +92,8 @@ class OpenTrainer(Trainer):
     """(micro-batches, targets of this rank) -> what the losses of a step's micro-batches are divided by."""
     prepared: Callable[[], None]
     """Called once model, optimizer and schedule are wrapped, before anything is loaded into them."""
-    load_state: Callable[[Path], None]
-    """Loads weights, optimizer and schedule."""
-    load_position: Callable[[Path], None]
-    """Loads random generators and the running loss."""
-    save_checkpoint: Callable[[], None]
-    """Saves at the cadence of `save_steps`; `on_save` of the callbacks comes next."""
+    checkpoints: Any
+    """A `CheckpointManager`, whose `load_state`, `load_position` and `save` are called."""
     repeats_validation: Callable[[], bool]
     """Whether a validation before the first step is that of the step before, which was cut short."""
 
@@ -133,18 +129,18 @@ class OpenTrainer(Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         self.prepared()
         if resume_from_checkpoint is not None:
-            self.load_state(Path(resume_from_checkpoint))
+            self.checkpoints.load_state(self, Path(resume_from_checkpoint))
         return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        pass  # `load_state` loads the weights, once they are prepared
+        pass  # `checkpoints` loads the weights, once they are prepared
 
     def _load_rng_state(self, checkpoint):
         if checkpoint is not None:
-            self.load_position(Path(checkpoint))
+            self.checkpoints.load_position(self, Path(checkpoint))
 
     def _save_checkpoint(self, model, trial):
-        self.save_checkpoint()
+        self.checkpoints.save(self)
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
         return super()._evaluate(

@@ -133,6 +133,27 @@ def gathered(parameter):
         return parameter.detach().clone()
 
 
+def _engine_settings(model: dict, ds_config: dict, degrees, accumulation: int) -> dict:
+    from pretraining.training.arguments import split_layers
+
+    zero = {key: value for key, value in ds_config["zero_optimization"].items() if value != "auto"}
+    if zero["stage"] == 3:
+        zero |= {"stage3_param_persistence_threshold": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+    }
+    if degrees.tensor > 1:
+        split = {"partition_config": split_layers(model)}
+        config["tensor_parallel"] = ds_config["tensor_parallel"] | split
+    return config
+
+
 def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object, dict]:
     """Train some steps of two micro-batches by SGD; return (mean loss of each step, model, weights before).
 
@@ -149,31 +170,14 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
     from pretraining.model.loss import build_loss
     from pretraining.recipe.sections import Loss
     from pretraining.runtime.process_group import ALONE, rank_groups
-    from pretraining.training.arguments import collate_blocks, split_layers
+    from pretraining.training.arguments import collate_blocks
     from pretraining.training.experts import ExpertLoad
     from pretraining.upstream.split_weights import expert_groups_of
 
     groups = rank_groups(degrees) if ds_config else ALONE
     shares_samples = degrees.ranks_per_sample > 1
     accumulation = 2 if shares_samples else 1
-    config = None
-    if ds_config:
-        zero = {key: value for key, value in ds_config["zero_optimization"].items() if value != "auto"}
-        if zero["stage"] == 3:
-            zero |= {"stage3_param_persistence_threshold": 0}
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": accumulation,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 10**9,
-            "gradient_clipping": 0.0,
-        }
-        if degrees.tensor > 1:
-            config["tensor_parallel"] = ds_config["tensor_parallel"] | {
-                "partition_config": split_layers(model)
-            }
+    config = _engine_settings(model, ds_config, degrees, accumulation) if ds_config else None
     alive = HfDeepSpeedConfig(config) if config else None
     arguments = SimpleNamespace(bf16=False, fp16=False, deepspeed=config, process_index=1, seed=0)
     try:
