@@ -77,41 +77,6 @@ def token_nats(
     return nats
 
 
-def chunked_nats(
-    logits: torch.Tensor, labels: torch.Tensor, way: LossSettings = DEFAULT, each: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
-
-    If a gradient is wanted it is written over the logits: they cannot be read afterwards.
-
-    Args:
-        logits: [tokens, vocabulary], contiguous; only the columns of this rank's rows if the head is split.
-        labels: [tokens], -100 for no target.
-        each: [tokens], receives every token's own nats.
-    """
-    return _ChunkedNats.apply(logits, labels, way, each)
-
-
-def fused_nats(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    way: LossSettings = DEFAULT,
-    dtype: torch.dtype | None = None,
-    each: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Sum the nats of the labels under the logits `hidden @ weight.T`; only one chunk of logits exists at a time.
-
-    Args:
-        hidden: [tokens, width].
-        weight: [vocabulary, width]; only this rank's rows if the head is split.
-        labels: [tokens], -100 for no target.
-        dtype: the dtype of the product (autocast's). The gradient of `weight` is summed over the chunks in fp32.
-        each: [tokens], receives every token's own nats.
-    """
-    return _FusedNats.apply(hidden, weight, labels, way, dtype or hidden.dtype, each)
-
-
 class LossHead(nn.Linear):
     """An output projection that returns the hidden states while the model is trained, and logits otherwise.
 
@@ -158,7 +123,7 @@ class _ChunkedNats(torch.autograd.Function):
     """The gradient is found in the forward pass, over the logits; the backward pass only scales it."""
 
     @staticmethod
-    def forward(ctx, logits, labels, way, each):
+    def forward(ctx, logits, labels, way=DEFAULT, each=None):
         logits = logits.detach()
         chunk, space = _chunk(*logits.shape, logits, way)
         nats = torch.empty(len(logits), dtype=_precision(logits.dtype), device=logits.device)
@@ -179,11 +144,25 @@ class _ChunkedNats(torch.autograd.Function):
         return logits.mul_((upstream * counted)[:, None]), None, None, None
 
 
+chunked_nats = _ChunkedNats.apply
+"""Sum the nats of the labels, in fp32 (fp64 for fp64 logits).
+
+If a gradient is wanted it is written over the logits: they cannot be read afterwards.
+
+Args:
+    logits: [tokens, vocabulary], contiguous; only the columns of this rank's rows if the head is split.
+    labels: [tokens], -100 for no target.
+    way: `LossSettings`.
+    each: [tokens], receives every token's own nats.
+"""
+
+
 class _FusedNats(torch.autograd.Function):
     """Both gradients are found in the forward pass, chunk by chunk; the backward pass only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, labels, way, dtype, each):
+    def forward(ctx, hidden, weight, labels, way=DEFAULT, dtype=None, each=None):
+        dtype = dtype or hidden.dtype
         wants_gradient = any(ctx.needs_input_grad[:2])
         inputs, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -229,6 +208,17 @@ class _FusedNats(torch.autograd.Function):
         assert gradients is not None, "the gradients have been handed on already"
         scaled = [g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return *scaled, None, None, None, None
+
+
+fused_nats = _FusedNats.apply
+"""Sum the nats of the labels under the logits `hidden @ weight.T`; only one chunk of logits exists at a time.
+
+Args:
+    hidden: [tokens, width].
+    weight: [vocabulary, width]; only this rank's rows if the head is split.
+    labels, way, each: as of `chunked_nats`.
+    dtype: the dtype of the product (autocast's). The gradient of `weight` is summed over the chunks in fp32.
+"""
 
 
 def _chunk(

@@ -193,8 +193,8 @@ def test_the_loss_never_waits_for_the_device():
         hidden, weight = (torch.empty(n, 8, **like) for n in (90, 96))
         labels, each = torch.empty(90, dtype=torch.long, device="cuda"), torch.empty(90, device="cuda")
         gpu.synchronisations.clear()
-        fused_nats(hidden, weight, labels, LossSettings(1e-4, 64, False), each=each).backward()
-        chunked_nats(hidden @ weight.T, labels, LossSettings(1e-4, 64, False), each=each).backward()
+        fused_nats(hidden, weight, labels, LossSettings(1e-4, 64, False), None, each).backward()
+        chunked_nats(hidden @ weight.T, labels, LossSettings(1e-4, 64, False), each).backward()
         assert cross_entropy._adds_in_fp32(hidden.device), "else this test would not see that product"
         assert not gpu.synchronisations and weight.grad.dtype == torch.bfloat16
 
