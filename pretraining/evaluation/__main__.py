@@ -53,7 +53,20 @@ def main(arguments: list[str] | None = None) -> None:
         what = "no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
         raise UserError(f"{export}: {what}")
     results = evaluate_run(export, recipe, options)
-    print(json.dumps(results, ensure_ascii=False) if options.json else _readable(results))
+    if options.json:
+        return print(json.dumps(results, ensure_ascii=False))
+    print(f"validation loss   {results['loss']:.4f} nats per token")
+    print(f"perplexity        {results['perplexity']:.2f}")
+    unigram = f"(unigram entropy of the same tokens {results['unigram_bits_per_byte']:.4f})"
+    print(f"bits per byte     {results['bits_per_byte']:.4f}  {unigram}")
+    sets = [name.removesuffix("_loss") for name in results if name.endswith("_loss")]
+    width = max([16, *map(len, sets)])
+    for name in sets:
+        loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
+        print(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
+    if "sample" in results:
+        print(f"\n{escaped(results['sample'])}")
+    return None
 
 
 def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespace) -> dict[str, float]:
@@ -141,21 +154,6 @@ def _load(export: Path, kind: str, **settings: Any) -> Any:
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         what = f"the export cannot be loaded: {error}; the run's own command exports it again"
         raise UserError(f"{export}: {what}") from error
-
-
-def _readable(results: dict) -> str:
-    lines = [
-        f"validation loss   {results['loss']:.4f} nats per token",
-        f"perplexity        {results['perplexity']:.2f}",
-        f"bits per byte     {results['bits_per_byte']:.4f}  "
-        f"(unigram entropy of the same tokens {results['unigram_bits_per_byte']:.4f})",
-    ]
-    sets = [name.removesuffix("_loss") for name in results if name.endswith("_loss")]
-    width = max([16, *map(len, sets)])
-    for name in sets:
-        loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
-        lines.append(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
-    return "\n".join([*lines, "", escaped(results["sample"])] if "sample" in results else lines)
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

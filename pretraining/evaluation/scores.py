@@ -198,6 +198,13 @@ class HellaSwag:
         return answers
 
 
+_ITEM = {
+    **{key: {"type": "string"} for key in ("activity_label", "ctx_a", "ctx_b")},
+    "endings": {"type": "array", "items": {"type": "string"}},
+    "label": {"anyOf": [COUNT, {"type": "string", "pattern": "[0-9]{1,9}"}]},
+}
+
+
 def read_items(source: str, limit: int | None = None) -> list[Item]:
     """Read at most `limit` items of a .jsonl (or .jsonl.gz) file, or of the validation split of a dataset on the hub.
 
@@ -222,29 +229,21 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
         rows = [(f"row {number}", row) for number, row in enumerate(islice(split, limit), start=1)]
     if not rows:
         raise UserError(f"evaluation.hellaswag: {source} holds no items; give the file hellaswag_val.jsonl")
-    return [_item(row, f"{source}:{place}") for place, row in rows]
-
-
-_ITEM = {
-    **{key: {"type": "string"} for key in ("activity_label", "ctx_a", "ctx_b")},
-    "endings": {"type": "array", "items": {"type": "string"}},
-    "label": {"anyOf": [COUNT, {"type": "string", "pattern": "[0-9]{1,9}"}]},
-}
-
-
-def _item(row: dict, where: str) -> Item:
-    """Spell an item as lm-eval does; `label` is the number of the right ending, as text or number."""
-    given = row if isinstance(row, dict) else {}
-    there = {name for name, value in given.items() if name == "ctx_b" or value not in (None, "", [])}
-    missing = [name for name in _ITEM if name not in there]
-    odd = [] if missing else [name for name, schema in _ITEM.items() if not fits(row[name], schema)]
-    if missing or odd or int(row["label"]) >= len(row["endings"]):
-        wrong = (odd or ["label"])[0]
-        what = f"has no {missing[0]}" if missing else f"has the {wrong} {row[wrong]!r}"
-        raise UserError(f"evaluation.hellaswag: {where}: {what}; give the validation set of HellaSwag")
-    context = f"{row['ctx_a']} {row['ctx_b'].capitalize()}"
-    endings = tuple(_clean(ending) for ending in row["endings"])
-    return Item(_clean(f"{row['activity_label']}: {context}"), endings, int(row["label"]))
+    items = []
+    for place, row in rows:
+        given = row if isinstance(row, dict) else {}
+        there = {name for name, value in given.items() if name == "ctx_b" or value not in (None, "", [])}
+        missing = [name for name in _ITEM if name not in there]
+        odd = [] if missing else [name for name, schema in _ITEM.items() if not fits(row[name], schema)]
+        if missing or odd or int(row["label"]) >= len(row["endings"]):
+            wrong = (odd or ["label"])[0]
+            what = f"has no {missing[0]}" if missing else f"has the {wrong} {row[wrong]!r}"
+            where = f"evaluation.hellaswag: {source}:{place}"
+            raise UserError(f"{where}: {what}; give the validation set of HellaSwag")
+        # spelled as lm-eval does; `label` is the number of the right ending, as text or number
+        context = _clean(f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}")
+        items.append(Item(context, tuple(map(_clean, row["endings"])), int(row["label"])))
+    return items
 
 
 def _clean(text: str) -> str:

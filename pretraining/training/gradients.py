@@ -95,7 +95,7 @@ class UnitPart(NamedTuple):
 def stepped_slices(model: nn.Module, inner: Any) -> list[deepspeed.Slice]:
     """List what is stepped of the model's parameters: all of them whole, or this rank's slices of ZeRO's."""
     if not isinstance(inner, torch.optim.Optimizer):
-        return list(deepspeed.zero_slices(inner))
+        return [piece for each in deepspeed.zero_partitions(inner) for piece in each.slices]
     return [
         deepspeed.Slice(each, deepspeed.first_element(each), each, 0, each.numel())
         for each in model.parameters()

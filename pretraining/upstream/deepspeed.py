@@ -370,12 +370,6 @@ def zero_partitions(zero: Any) -> Iterator[Partition]:
             yield Partition(tensor, group, zero.optimizer, list(parameters), slices)
 
 
-def zero_slices(zero: Any) -> Iterator[Slice]:
-    """Yield every slice of a parameter that a DeepSpeed optimizer of stage 1, 2 or 3 steps on this rank."""
-    for partition in zero_partitions(zero):
-        yield from partition.slices
-
-
 def stepping_optimizers(zero: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers which DeepSpeed's steps: one, or two with a part of stage 3's offloaded.
 
