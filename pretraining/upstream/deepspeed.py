@@ -77,7 +77,11 @@ def read_norm_once(optimizer: Any) -> None:
 def on_the_host(norm_on_the_device: Callable) -> Callable:
     """Wrap a function that returns a norm, so that the result is on the host: the only wait of a step."""
     norm_on_the_device = within(_FilledOnTheDevice, norm_on_the_device)
-    return lambda *args, **kwargs: norm_on_the_device(*args, **kwargs).cpu()
+
+    def read_norm(*args, **kwargs) -> torch.Tensor:
+        return norm_on_the_device(*args, **kwargs).cpu()
+
+    return read_norm
 
 
 def within(mode: type[TorchFunctionMode], function: Callable) -> Callable:
