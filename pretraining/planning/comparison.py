@@ -88,10 +88,8 @@ def measured(
 def compare_run(folder: Path) -> dict:
     """Return {"run", "finished", "on_processor", quantity: {"predicted", "measured", "ratio"}} of one run folder.
 
-    Measured values come from metrics.jsonl and the checkpoints, else from the end event (its `measured`).
-
-    Raises:
-        UserError: this is not a run folder, or nothing was predicted and nothing was measured in it.
+    Measured values come from metrics.jsonl and the checkpoints, else from the end event (its `measured`). `UserError`
+    if it is no run folder, or nothing was predicted and nothing was measured in it.
     """
     run = RunFolder(folder)
     if not folder.is_dir():

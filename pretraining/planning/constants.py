@@ -150,11 +150,7 @@ SHAPES: dict[str, Any] = {
 
 @cache
 def table(name: str) -> dict:
-    """Read the file tables/<name>.json and check it against its shape.
-
-    Raises:
-        UserError: the file is missing or is not one JSON object, a key is missing, or a value is of another kind.
-    """
+    """Read the file tables/<name>.json and check it against its shape; `UserError` if it is missing or does not fit."""
     path = TABLES / f"{name}.json"
     values, where = read_json(path), display_path(path)
     try:

@@ -249,7 +249,7 @@ def forecast(
     precision: str | None = None,
     price: float | None = None,
 ) -> RunForecast:
-    """Predict the time and money of a run.
+    """Predict the time and money of a run; `UserError` as `step_time`.
 
     An assumed utilization knows nothing of the run. So recomputed layers, offload, and messages that need longer than
     the products come on top of it. A given one is used as it is. A measured one is lowered for recomputation alone.
@@ -258,9 +258,6 @@ def forecast(
         mfu: share of the dense peak; None for what was measured here, else for the assumption of the tables.
         precision: that of the products; None for the recipe's, or the GPU's training precision.
         price: dollars per GPU-hour instead of the recipe's (`report.dollars_per_gpu_hour`) or the table's.
-
-    Raises:
-        UserError: the GPU lacks the precision, or the ranks do not divide the recipe's step.
     """
     num_gpus, step, expected = setup.world_size, None, None
     if isinstance(setup, BareSize):

@@ -22,7 +22,6 @@ from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import ROUTER, parameter_tensors
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import StepTime, step_time
-from pretraining.recipe import Recipe
 from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, properties_of, value_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 
@@ -52,9 +51,8 @@ WARM_UP_TOKENS = 375_000_000
 def judge_plan(plan: RunPlan, machine: Machine, force: bool = False) -> RunPlan:
     """Return the plan with its verdict, and what it predicts, on this machine; rank 0 prints the warnings.
 
-    Raises:
-        UserError: the run does not fit, or ZeRO-2 could overwrite a gradient, and `force` is not set; or the ranks do
-            not divide the recipe's step.
+    `UserError` if the run does not fit, or ZeRO-2 could overwrite a gradient, and `force` is not set; or if the ranks
+    do not divide the recipe's step.
     """
     verdict = check_plan(plan.setup, machine).enforce(force)
     values = predicted(plan.setup, machine.gpu, machine.trains_on_processor, machine.gpu_memory_bytes)
@@ -62,10 +60,9 @@ def judge_plan(plan: RunPlan, machine: Machine, force: bool = False) -> RunPlan:
 
 
 def check_plan(setup: Setup, machine: Machine) -> Verdict:
-    """Judge a recipe on ranks of the machine found. Reads no device, no file but tables and ds_configs.
+    """Judge a recipe on ranks of the machine found; `UserError` if they do not divide the recipe's step.
 
-    Raises:
-        UserError: the ranks do not divide the recipe's step.
+    It reads no device, and no file but tables and ds_configs.
     """
     warnings: list[Objection | None] = []
     if machine.gpu and machine.gpu.architecture == "Volta":
@@ -76,10 +73,14 @@ def check_plan(setup: Setup, machine: Machine) -> Verdict:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(setup, machine)
-    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients, _borders, _fp8)]
+    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients, _borders)]
+    gpu = case.machine.gpu
+    # as `check_speed` does at the start
+    if setup.recipe.speed.fp8 != "none" and gpu and not gpu.architecture.startswith(("Hopper", "Blackwell")):
+        what = f"speed.fp8 needs Hopper or later, and {gpu.name} is of {gpu.architecture}"
+        refusals.append(Objection(what, "--set speed.fp8=none"))
     # these remedies change the curve, which a run that continues may not
-    if not machine.continues:
-        warnings += [*_curve_warnings(case), _repeats(case), _unbalanced(case)]
+    warnings += [] if machine.continues else _curve_warnings(case)
     warnings += [*_save_warnings(case), _placement(case), _links(case), _experts(case)]
     warnings += [*_way_warnings(case), _checkpointing(case), _snapshot(case)]
     return Verdict([each for each in refusals if each], [each for each in warnings if each])
@@ -230,7 +231,7 @@ def _links(case: _Case) -> Objection | None:
 
 
 def _curve_warnings(case: _Case) -> Iterator[Objection]:
-    """Warn about the precision, the learning rate, its warm-up, and clipping."""
+    """Warn about precision, learning rate, warm-up and clipping, data that is read too often, unbalanced experts."""
     training, parameters = case.recipe.training, model_size(case.recipe.model).total
     if training.fp16 and case.machine.has_bf16:
         what = "fp16 overflows above 65,504 and needs loss scaling, and this GPU has bf16"
@@ -258,16 +259,35 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
             what += "whatever training.warmup_steps says"
             remedy = "--set training.lr_scheduler_type=constant_with_warmup, or --set training.warmup_steps=0"
             yield Objection(what, remedy)
-    elif given >= steps:
-        what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
-        yield Objection(what, _warm_up_of(max(1, steps // 10), case.recipe))
-    elif given < needed:
-        what = f"warm-up of {given} steps is short for this size"
-        what = f"{what}: the optimizer's running means are not settled"
-        yield Objection(what, _warm_up_of(needed, case.recipe))
+    elif given >= steps or given < needed:
+        what = (
+            f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
+        )
+        if given >= steps:
+            what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
+            needed = max(1, steps // 10)
+        remedy = f"--set training.warmup_steps={needed}"
+        if case.recipe.budget.warmup_tokens is not None:
+            remedy = f"--set budget.warmup_tokens={needed * case.recipe.tokens_per_step}"
+        yield Objection(what, remedy)
     if not training.max_grad_norm:
         what = "gradients are not clipped: one bad batch can end the run"
         yield Objection(what, "--set training.max_grad_norm=1.0")
+    tokens, there = case.recipe.budget.tokens, case.machine.data_tokens
+    # Muennighoff et al. 2023, section 5; whoever sets `max_epochs` has decided it
+    stated = any(source.max_epochs for source in case.recipe.data.sources)
+    if there and not stated and tokens > MANY_EPOCHS * there:
+        what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: "
+        # whole steps
+        unit = case.recipe.tokens_per_step
+        fewer = f", or --set budget.tokens={MANY_EPOCHS * there // unit * unit}" if there >= unit else ""
+        states = f"--set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
+        yield Objection(f"{what}after four it teaches little", f"add text{fewer}; {states}")
+    if balance_of_experts(case.recipe) == "":
+        asked = case.recipe.loss.balance == "none"
+        remedy = "--set loss.balance=auto" if asked else f"--set model.{ROUTER_COEFFICIENT}=0.01"
+        what = "nothing balances the experts of this mixture: a few of them may get all tokens"
+        yield Objection(what, remedy)
 
 
 def _save_warnings(case: _Case) -> Iterator[Objection]:
@@ -289,12 +309,6 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
         yield Objection(what, f"--set training.save_steps={saved.best_every_steps}")
 
 
-def _warm_up_of(steps: int, recipe: Recipe) -> str:
-    if recipe.budget.warmup_tokens is not None:
-        return f"--set budget.warmup_tokens={steps * recipe.tokens_per_step}"
-    return f"--set training.warmup_steps={steps}"
-
-
 def _experts(case: _Case) -> Objection | None:
     """Warn about experts that are multiplied one after another."""
     precision = case.setup.precision
@@ -308,15 +322,6 @@ def _experts(case: _Case) -> Objection | None:
         return Objection(what, "--deepspeed zero1, which keeps them in bf16")
     # this remedy changes the precision, and with it the curve
     return None if case.machine.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
-
-
-def _fp8(case: _Case) -> Objection | None:
-    """Refuse fp8 on a GPU that `check_speed` refuses at the start."""
-    gpu = case.machine.gpu
-    if case.recipe.speed.fp8 == "none" or not gpu or gpu.architecture.startswith(("Hopper", "Blackwell")):
-        return None
-    what = f"speed.fp8 needs Hopper or later, and {gpu.name} is of {gpu.architecture}"
-    return Objection(what, "--set speed.fp8=none")
 
 
 def _borders(case: _Case) -> Objection | None:
@@ -347,15 +352,6 @@ def _borders(case: _Case) -> Objection | None:
         return None
     what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{stage} the experts"
     return Objection(f"{what} behind it begin {stops}", f"--deepspeed zero3; or {remedy}")
-
-
-def _unbalanced(case: _Case) -> Objection | None:
-    """Warn about a mixture whose routers may come to send all tokens to a few experts."""
-    if balance_of_experts(case.recipe) != "":
-        return None
-    asked = case.recipe.loss.balance == "none"
-    remedy = "--set loss.balance=auto" if asked else f"--set model.{ROUTER_COEFFICIENT}=0.01"
-    return Objection("nothing balances the experts of this mixture: a few of them may get all tokens", remedy)
 
 
 def _way_warnings(case: _Case) -> Iterator[Objection]:
@@ -425,21 +421,6 @@ def _checkpointing(case: _Case) -> Objection | None:
         longer = f"{case.step.seconds / once - 1:.0%} longer"
     what = f"activation checkpointing makes a step {longer}, and it fits without ({num_bytes(without)})"
     return Objection(what, "--set training.activation_checkpointing=false")
-
-
-def _repeats(case: _Case) -> Objection | None:
-    """Warn about data that is read more often than is useful (Muennighoff et al. 2023, section 5)."""
-    tokens, there = case.recipe.budget.tokens, case.machine.data_tokens
-    # whoever sets `max_epochs` has decided it
-    stated = any(source.max_epochs for source in case.recipe.data.sources)
-    if not there or stated or tokens <= MANY_EPOCHS * there:
-        return None
-    what = f"budget.tokens reads the {there:,} training tokens {tokens / there:.1f} times: after four it teaches little"
-    # whole steps
-    unit = case.recipe.tokens_per_step
-    fewer = f", or --set budget.tokens={MANY_EPOCHS * there // unit * unit}" if there >= unit else ""
-    states = f"--set data.sources.0.max_epochs={math.ceil(tokens / there)} states it"
-    return Objection(what, f"add text{fewer}; {states}")
 
 
 def _snapshot(case: _Case) -> Objection | None:

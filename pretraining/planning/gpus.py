@@ -60,11 +60,7 @@ class Gpu:
         return self.network_bits_per_second / 8
 
     def peak_flops(self, precision: str) -> float:
-        """Return dense peak in FLOPs per second.
-
-        Raises:
-            UserError: the GPU has no such precision.
-        """
+        """Return dense peak in FLOPs per second; `UserError` if the GPU has no such precision."""
         if precision not in self.dense_peak_flops:
             known = ", ".join(self.dense_peak_flops)
             raise UserError(
@@ -80,11 +76,7 @@ class Gpu:
 
 @cache
 def all_gpus() -> dict[str, Gpu]:
-    """Return every GPU of the table, by name.
-
-    Raises:
-        UserError: an entry lacks a key or holds a number that is not positive.
-    """
+    """Return every GPU of the table, by name."""
     gpus, names = {}, {field.name for field in fields(Gpu)}
     for name, entry in table("gpus")["gpus"].items():
         # the table is in TFLOPS, as data sheets are
@@ -95,11 +87,7 @@ def all_gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of this name or alias; the names that torch reports are among the aliases.
-
-    Raises:
-        UserError: no such GPU; the nearest names.
-    """
+    """Return the GPU of this name or alias, or as torch reports it; `UserError` with the nearest if there is none."""
     # one spelling for all names, so that case, spaces and hyphens do not matter
     names = {_plain(word): gpu for gpu in all_gpus().values() for word in (gpu.name, *gpu.aliases)}
     if _plain(name) in names:
@@ -124,10 +112,7 @@ def prices_of(gpu: Gpu) -> list[dict]:
 
 
 def cuda_needs(version: str | None) -> dict | None:
-    """Return what a build of torch for this version of CUDA needs: its major version's entry in tables/cuda.json.
-
-    None if the build has no CUDA, or the table does not know the version.
-    """
+    """Return what builds of torch for this version of CUDA need (tables/cuda.json); None if there is no entry."""
     return table("cuda").get((version or "").partition(".")[0])
 
 
@@ -138,27 +123,21 @@ def _plain(name: str) -> str:
 
 def _rates_file() -> Path:
     """Return the file of this host, in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
-    return _rates_below(*map(os.environ.get, (FOLDER_VARIABLE, "XDG_CACHE_HOME", "HOME")))
-
-
-@cache  # a search asks thousands of times
-def _rates_below(folder: str | None, cache_folder: str | None, home: str | None) -> Path:
-    caches = Path(cache_folder or Path(home or Path.home()) / ".cache")
+    caches = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME') or Path.home()}/.cache"
     # a home on a network disk is shared between hosts, so each host has a file of its own
-    return Path(folder or caches / "pretraining" / "doctor") / f"{socket.gethostname()}.json"
+    return Path(
+        os.environ.get(FOLDER_VARIABLE) or f"{caches}/pretraining/doctor", f"{socket.gethostname()}.json"
+    )
 
 
 def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: int) -> Path:
-    """Add what was measured to the kept rates, over older values; return the file.
+    """Add what was measured to the kept rates, over older values; return the file. `OSError` if it cannot be written.
 
     Args:
         rates: values of names in RATES.
         where: folder or hosts of the measurement.
         gpu: name of the GPUs in tables/gpus.json; None if there are none, or the table does not know them.
         num_gpus: GPUs of the measured run, over all its machines.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     path, machine = _rates_file(), _machine(gpu, num_gpus)
     # rates that only an earlier examination measured stay
@@ -193,17 +172,14 @@ def _read_rates(path: Path) -> dict:
     """Return the content of the file; empty if it is missing or damaged: measuring again takes a second."""
     try:
         state = path.stat()
-    except OSError:
+        return _rates_in(path, state.st_ino, state.st_mtime_ns, state.st_size)
+    except (OSError, ValueError):
         return {}
-    return _rates_in(path, state.st_ino, state.st_mtime_ns, state.st_size)
 
 
 @cache  # of one state of the file, which a search asks for thousands of times
 def _rates_in(path: Path, inode: int, changed_ns: int, size: int) -> dict:
-    try:
-        rates = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    rates = json.loads(path.read_text(encoding="utf-8"))
     return rates if isinstance(rates, dict) else {}
 
 
@@ -245,15 +221,14 @@ class GpusVerb:
         return facts(rows)
 
 
-def _peak(precision: str) -> Column:
-    return Column(
-        precision, lambda gpu: gpu["dense_peak_flops"].get(precision), lambda peak: three_digits(peak / 1e12)
-    )
-
-
 COLUMNS = (
     Column("GPU", "name"),
-    *map(_peak, ("bf16", "fp16", "fp8")),
+    *(
+        Column(
+            name, lambda gpu, n=name: gpu["dense_peak_flops"].get(n), lambda peak: three_digits(peak / 1e12)
+        )
+        for name in ("bf16", "fp16", "fp8")
+    ),
     Column("memory", "memory_bytes", num_bytes),
     Column("bandwidth/s", "memory_bandwidth_bytes_per_second", num_bytes),
     Column("link", "link"),

@@ -87,11 +87,7 @@ def stops_for_gradients(ds_config: dict | None) -> bool:
 
 
 def step_messages(setup: Setup, gpu: Gpu) -> list[Message]:
-    """Return the messages of one optimizer step, without those that are empty.
-
-    Raises:
-        UserError: the ranks do not divide the recipe's step.
-    """
+    """Return the messages of one optimizer step that are not empty; `UserError` if the ranks do not divide the step."""
     width, link, group = setup.precision.weights, gpu.link_bytes_per_second, hpz_ranks(setup.ds_config)
     measured = kept_rates(gpu.name, setup.world_size).get("all_reduce_bytes_per_second")
     sums: dict[str, Message] = {}

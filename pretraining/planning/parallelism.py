@@ -19,7 +19,7 @@ from pretraining.planning.memory.states import checkpoint_bytes, optimizer_state
 from pretraining.planning.quantities import duration, gpu_count, num_bytes, share
 from pretraining.planning.setup import BareSize, add_setup_arguments, setup_of
 from pretraining.planning.shapes import parameter_tensors, widths_of
-from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
+from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import model_flops_utilization
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
@@ -109,7 +109,6 @@ class ParallelLayout:
 class Cluster:
     """The model, the step and the GPUs that all layouts of one question share."""
 
-    size: ModelSize
     model: dict
     """The recipe's section."""
     sequence_length: int
@@ -117,28 +116,17 @@ class Cluster:
     """Per optimizer step."""
     num_gpus: int
     gpu: Gpu
-    flops_per_second: float
-    """FLOPs that the kernels of one GPU reach in a second."""
+    kernel_efficiency: float
+    """Share of the dense peak that a layer's kernels reach, before messages and bubbles."""
     optimizer_width: float = 3 * FP32
     """Bytes of master weights and optimizer states per parameter."""
-
-
-def cluster_of(
-    model: dict, sequence_length: int, tokens_per_step: int, num_gpus: int, gpu: Gpu, kernel_efficiency: float
-) -> Cluster:
-    """kernel_efficiency: share of the dense peak that a layer's kernels reach, before messages and bubbles."""
-    rate = gpu.peak_flops(gpu.training_precision) * kernel_efficiency
-    sequences = tokens_per_step // sequence_length
-    return Cluster(model_size(model), model, sequence_length, sequences, num_gpus, gpu, rate)
 
 
 def layouts(cluster: Cluster) -> list[ParallelLayout]:
     """Return every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
-    A layout recomputes only if it does not fit otherwise.
-
-    Raises:
-        UserError: no layout divides what is given, or none fits (with the nearest one's memory).
+    A layout recomputes only if it does not fit otherwise. `UserError` if no layout divides what is given, or none fits
+    (with the nearest one's memory).
     """
     gpu = cluster.gpu
     tried = []
@@ -194,7 +182,7 @@ def _divisions(cluster: Cluster) -> Iterator[Division]:
 def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
     """Return the layout of a division that divides the model, the step and the GPUs."""
     data, tensor, pipeline, context, micro_batch = division
-    size, gpu, widths = cluster.size, cluster.gpu, widths_of(cluster.model)
+    size, gpu, widths = model_size(cluster.model), cluster.gpu, widths_of(cluster.model)
     microbatches, layers = cluster.sequences // (data * micro_batch), widths.layers // pipeline
     # per GPU and pass: context parallelism splits each sequence
     tokens = micro_batch * cluster.sequence_length / context
@@ -204,7 +192,7 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     per_token = counted.hardware if recompute else counted.training
     # seconds without bubbles and messages
     ideal = per_token * cluster.sequences * cluster.sequence_length
-    ideal /= cluster.num_gpus * cluster.flops_per_second
+    ideal /= cluster.num_gpus * (gpu.peak_flops(gpu.training_precision) * cluster.kernel_efficiency)
     # the bubble counts as extra passes, in messages as in products
     passes = microbatches * (1 + bubble)
     memory = layout_memory(cluster, division, recompute)
@@ -250,7 +238,7 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
 def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> LayoutMemory:
     """Return memory of the fullest GPU in bytes: the model states, the activations and the logits."""
     data, tensor, pipeline, context, micro_batch = division
-    size, widths = cluster.size, widths_of(cluster.model)
+    size, widths = model_size(cluster.model), widths_of(cluster.model)
     tokens = micro_batch * cluster.sequence_length / context
     # the first stage holds the embedding, the last one the head: of the fuller end, its layers and a table
     of_layers = size.total - size.embedding - size.parts["head"]
@@ -314,11 +302,10 @@ class ParallelismVerb:
             )
         recipe, num_gpus = setup.recipe, setup.world_size
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
-        cluster = cluster_of(
-            recipe.model, recipe.sequence_length, recipe.tokens_per_step, num_gpus, gpu, efficiency
-        )
         optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
-        fitting = layouts(replace(cluster, optimizer_width=optimizer / setup.parameters))
+        width, length = optimizer / setup.parameters, recipe.sequence_length
+        sequences = recipe.tokens_per_step // length
+        fitting = layouts(Cluster(recipe.model, length, sequences, num_gpus, gpu, efficiency, width))
         best: dict[tuple, ParallelLayout] = {}
         for layout in fitting:
             # the layouts are sorted: the first of each division is its fastest
@@ -387,8 +374,7 @@ PLACE = "DATA"
 def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: int) -> list[str]:
     """Return the launcher and the arguments of pretrain_gpt.py for a recipe at a layout, one of them in each entry.
 
-    Raises:
-        UserError: the recipe asks for what Megatron-LM has no argument for.
+    `UserError` if the recipe asks for what Megatron-LM has no argument for.
     """
     model, training, length = recipe.model, recipe.training, recipe.sequence_length
     # what would silently train something else

@@ -11,8 +11,7 @@ MOST_GPUS = 10_000_000
 def amount(text: str) -> float:
     """Read a positive number with an optional suffix k, m, b, g, t or q: "300e9", "300b" and "0.3T" are the same.
 
-    Raises:
-        argparse.ArgumentTypeError: not a number, not positive, or beyond 1e33.
+    `ArgumentTypeError` if it is not a number, not positive, or beyond 1e33.
     """
     # thousands may be separated, as in 1,000 or 1_000
     digits, scale = text.replace(",", "").replace("_", ""), 1.0
@@ -28,11 +27,7 @@ def amount(text: str) -> float:
 
 
 def count(text: str) -> float:
-    """Read a number of at least 1, as `amount` does: parameters, tokens, FLOPs, bytes.
-
-    Raises:
-        argparse.ArgumentTypeError: as `amount`, or below 1.
-    """
+    """Read a number of at least 1, as `amount` does: parameters, tokens, FLOPs, bytes."""
     number = amount(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be at least 1")

@@ -66,10 +66,7 @@ class Verdict:
         return self
 
     def keep(self, run: RunFolder, step: int) -> None:
-        """Write an event for each refusal that was forced and each warning, on rank 0.
-
-        step: the step at which the run starts.
-        """
+        """Write an event for each forced refusal and each warning, on rank 0. step: at which the run starts."""
         for kind, objections in {"forced": self.refusals, "warning": self.warnings}.items():
             for objection in objections if _is_rank_0() else ():
                 run.add_event(kind, step=step, **asdict(objection))
@@ -191,14 +188,16 @@ class RunPlan:
 
 
 def build_run_plan(setup: Setup) -> RunPlan:
-    """Derive the plan of a recipe on so many ranks.
-
-    Raises:
-        UserError: ranks x micro-batch x length does not divide the tokens per step.
-    """
+    """Derive the plan of a recipe on so many ranks; `UserError` if they do not divide the tokens per step."""
     recipe, ds_config, size = setup.recipe, setup.ds_config, model_size(setup.recipe.model)
     unique = num_unique_tokens(recipe.data, recipe.num_samples, recipe.sequence_length)
-    kept, written, width = _checkpoints_kept(recipe), checkpoints_written(recipe), setup.precision.weights
+    every, rule, width = save_every(recipe), recipe.checkpoints, setup.precision.weights
+    kept = written = checkpoints_written(recipe)
+    if every and rule.keep_last is not None:
+        # `keep_every` counts steps, and only steps that are saved can be kept
+        for_ever = recipe.num_steps // math.lcm(every, rule.keep_every) if rule.keep_every else 0
+        # one checkpoint may be both the best and the newest: an upper bound
+        kept = min(rule.keep_last + rule.keep_best + for_ever, written)
     saved = (trained_tensors(recipe), optimizer_states(recipe), frozen_tensors(recipe), width)
     return RunPlan(
         name=recipe.name,
@@ -220,7 +219,7 @@ def build_run_plan(setup: Setup) -> RunPlan:
         checkpoint_bytes=checkpoint_bytes(*saved),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
-        weights_kept=written - kept if recipe.checkpoints.demote_to_weights else 0,
+        weights_kept=written - kept if rule.demote_to_weights else 0,
         export_bytes=width * size.total + (FP32 - width) * sum(tensor.numel for tensor in setup.wide),
         unique_tokens=unique,
         data_bytes=unique * token_bytes(recipe.model.vocab_size),
@@ -248,14 +247,3 @@ def checkpoints_written(recipe: Recipe) -> int:
     every = save_every(recipe)
     # rounded up, for the one after the last step
     return -(-recipe.num_steps // every) if every else 0
-
-
-def _checkpoints_kept(recipe: Recipe) -> int:
-    """Return how many checkpoints are left at the end at most: the newest, the best, and those that stay for ever."""
-    every, written, rule = save_every(recipe), checkpoints_written(recipe), recipe.checkpoints
-    if not every or rule.keep_last is None:
-        return written
-    # `keep_every` counts steps, and only steps that are saved can be kept
-    for_ever = recipe.num_steps // math.lcm(every, rule.keep_every) if rule.keep_every else 0
-    # one checkpoint may be both the best and the newest: an upper bound
-    return min(rule.keep_last + rule.keep_best + for_ever, written)

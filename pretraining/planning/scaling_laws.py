@@ -12,8 +12,7 @@ from pretraining.runtime.table import Column, facts, write_table
 
 PF_DAY = 8.64e19
 """FLOPs of one petaFLOP/s for a day."""
-CORRECTED = "approach 3 (corrected)"
-DEFAULT = CORRECTED
+CORRECTED, KAPLAN = "approach 3 (corrected)", "Kaplan et al. 2020 (superseded)"
 FAR = 100
 """Factor beyond the fitted runs from which on a law says little."""
 
@@ -110,28 +109,26 @@ def parametric_loss(name: str = "besiroglu") -> ParametricLoss:
     return ParametricLoss(**{field.name: law[field.name] for field in fields(ParametricLoss)})
 
 
-def frontier(approach: str = DEFAULT) -> Frontier:
-    """Return the frontier of an approach of Hoffmann et al. 2022, or of the correction of their third.
+def frontier(approach: str = CORRECTED) -> Frontier:
+    """Return the frontier of an approach of Hoffmann et al. 2022, of the correction of their third, or of Kaplan et al.
 
     It is the power law y = scale x^exponent through the approach's table of sizes, by least squares in logarithms.
+    Kaplan et al. 2020, table 6, count non-embedding parameters; Hoffmann et al. supersede them.
     """
-    # the others are fitted here: the paper prints their exponents to two digits and no coefficients
     if approach == CORRECTED:
         return parametric_loss("besiroglu").frontier()
+    if approach == KAPLAN:
+        law = table("scaling_laws")["kaplan"]
+        scale, exponent = law["parameters"]["scale"], law["parameters"]["exponent"]
+        # the paper counts compute in petaFLOP/s-days
+        return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
+    # the others are fitted here: the paper prints their exponents to two digits and no coefficients
     rows = table("scaling_laws")["frontiers"][approach]
     log_x, log_y = ([math.log(value) for value in rows[name]] for name in ("flops", "parameters"))
     mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
     products = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
     exponent = products / sum((x - mean_x) ** 2 for x in log_x)
     return Frontier(math.exp(mean_y - exponent * mean_x), exponent, rows["source"])
-
-
-def kaplan_frontier() -> Frontier:
-    """Return the frontier of Kaplan et al. 2020, table 6, in non-embedding parameters; Hoffmann et al. supersede it."""
-    law = table("scaling_laws")["kaplan"]
-    scale, exponent = law["parameters"]["scale"], law["parameters"]["exponent"]
-    # the paper counts compute in petaFLOP/s-days
-    return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
 
 
 def compute_overhead(law: ParametricLoss, given: Allocation) -> float:
@@ -183,14 +180,6 @@ def critical_batch_tokens(loss: float) -> float:
     return law["scale_tokens"] / loss ** (1 / law["exponent"])
 
 
-def cost_of_batch(batch_tokens: float, critical: float) -> tuple[float, float]:
-    """Return the tokens needed over those at a tiny batch, and the steps over those at a huge one.
-
-    1 + B / B_crit and 1 + B_crit / B (McCandlish et al. 2018, equation 2.11).
-    """
-    return 1 + batch_tokens / critical, 1 + critical / batch_tokens
-
-
 def hints(parameters: float, tokens: float, flops: float) -> dict[str, dict]:
     """Return {"learning_rate", "batch_tokens", "source"} by each source. parameters: without the vocabulary."""
     gpt3, step, deepseek = (table("scaling_laws")[name] for name in ("gpt3", "step_law", "deepseek"))
@@ -240,7 +229,7 @@ class ChinchillaVerb:
         given, name = _given(options)
         approaches = [*table("scaling_laws")["frontiers"], CORRECTED]
         optima = {approach: frontier(approach).at(given) for approach in approaches}
-        best = optima[DEFAULT]
+        best, kaplan = optima[CORRECTED], frontier(KAPLAN)
         has_both = given["parameters"] and given["tokens"]
         chosen = Allocation(given["parameters"], given["tokens"]) if has_both else best
         law, fitted = parametric_loss(), table("scaling_laws")["fitted_on"]
@@ -261,9 +250,9 @@ class ChinchillaVerb:
             "optima": {
                 approach: each.to_dict(frontier(approach).source) for approach, each in optima.items()
             },
-            "kaplan": kaplan_frontier().at_flops(best.flops).to_dict(kaplan_frontier().source),
+            "kaplan": kaplan.at_flops(best.flops).to_dict(kaplan.source),
             "extrapolates": None if near else fitted["source"],
-            "chosen": chosen.to_dict("given" if has_both else DEFAULT),
+            "chosen": chosen.to_dict("given" if has_both else CORRECTED),
             "tokens_over_optimum": chosen.tokens / frontier().at_parameters(chosen.parameters).tokens,
             "loss": loss,
             "compute_over_optimum": compute_overhead(law, chosen),
@@ -273,7 +262,7 @@ class ChinchillaVerb:
         }
 
     def as_text(self, answer: dict) -> str:
-        optima = {**answer["optima"], "Kaplan et al. 2020 (superseded)": answer["kaplan"]}
+        optima = {**answer["optima"], KAPLAN: answer["kaplan"]}
         rows = [{"name": name, **each} for name, each in optima.items()]
         chosen, critical = answer["chosen"], answer["critical_batch_tokens"]
         what = f"{short(chosen['parameters'])} parameters on {short(chosen['tokens'])} tokens"
@@ -297,7 +286,8 @@ class ChinchillaVerb:
         lines.append(("critical batch", f"{at_loss}; {growth}"))
         for name, hint in answer["hints"].items():
             batch = hint["batch_tokens"]
-            tokens, steps = cost_of_batch(batch, critical)
+            # over those at a tiny, and at a huge batch (McCandlish et al. 2018, equation 2.11)
+            tokens, steps = 1 + batch / critical, 1 + critical / batch
             effect = f"{three_digits(tokens)} x tokens and {three_digits(steps)} x steps"
             rate = f"learning rate {hint['learning_rate']:.2g}"
             lines.append((name, f"{rate}, batch {short(batch)} tokens ({effect})"))

@@ -64,9 +64,8 @@ def print_plan(
 ) -> None:
     """Print the plan of a recipe. Without `world_size`, plan for the fewest ranks, and list those that divide the step.
 
-    Raises:
-        UserError: an unknown GPU, one without the recipe's precision, or ranks that do not divide the step.
-        SystemExit: with USER_ERROR, after the plan is printed, if `train.py` would refuse this run on such GPUs.
+    `UserError` if the GPU is not known or lacks the recipe's precision, or the ranks do not divide the step. It exits
+    with USER_ERROR, after the plan is printed, if `train.py` would refuse this run on such GPUs.
     """
     gpu = None if gpu_name is None else find_gpu(gpu_name)
     setup = Setup(recipe, ds_config, world_size or fewest_ranks(ds_config))
@@ -80,10 +79,7 @@ def print_plan(
 
 
 def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
-    """Collect all values that `--plan` prints, as plain JSON values.
-
-    nodes: None if they are full ones, as sold with this GPU.
-    """
+    """Collect all values that `--plan` prints, as plain JSON. nodes: None if they are full, as sold with this GPU."""
     recipe, ds_config, world_size = setup.recipe, setup.ds_config, setup.world_size
     # host memory and disks belong to a node
     at_node = min(world_size, gpu.gpus_per_node if gpu else GPUS_OF_A_NODE)
@@ -258,13 +254,19 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     left = answer["budget_tokens"] - answer["tokens"]
     tokens = f"{answer['tokens']:,}{f' ({left:,} less than the budget: the ramp leaves them over)' if left else ''}"
     tokens += f", {three_digits(answer['tokens_per_parameter'])} per parameter"
+    # what the run that a recipe repeats has reached, and whose it is
+    other = answer["published"]
     return [
         ("model", answer["model"]),
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
         ("steps", f"{answer['steps']:,} of {answer['tokens_per_step']:,} tokens: {step}"),
         ("how", way),
         *([("layout", ", ".join(split))] if split else []),
-        *([("published", published_words(answer["published"]))] if answer["published"] else []),
+        *(
+            [("published", f"{other.get('result', 'no result')} ({other.get('run', 'of others')})")]
+            if other
+            else []
+        ),
         *([("loss", answer["loss"])] if answer["loss"] else []),
     ]
 
@@ -278,11 +280,6 @@ def loss_words(recipe: Recipe, flops: float) -> str | None:
         command = f"python -m pretraining.ladder {recipe.words[1]}"
         return f"not known: there is no ladder in {recipe.report.ladder} yet; {command} makes one"
     return ladder.words(recipe, flops)
-
-
-def published_words(published: dict) -> str:
-    """Write what the run that a recipe repeats has reached, and whose it is."""
-    return f"{published.get('result', 'no result')} ({published.get('run', 'of others')})"
 
 
 def _memory(answer: dict) -> list[tuple[str, str]]:

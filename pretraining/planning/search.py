@@ -104,13 +104,8 @@ def fitting(
     """Return the candidates that fit, predicted fastest first. Those above TIGHT come after all others.
 
     Equally fast ones are sorted by free memory: first those that use at most ROOMY, then those that use less. The next
-    criteria are no offload, fewer recomputed layers, the lower stage and the larger micro-batch.
-
-    Args:
-        own_ds_config: try the recipe's ds_config alone.
-
-    Raises:
-        UserError: nothing divides the step, or nothing fits (the message names the smallest need).
+    criteria are no offload, fewer recomputed layers, the lower stage and the larger micro-batch. `UserError` if nothing
+    divides the step, or nothing fits (the message names the smallest need). own_ds_config: as for `candidates`.
     """
     limit = memory_bytes or gpu.memory_bytes
     tried = list(candidates(setup, gpu, mfu, limit, own_ds_config))

@@ -200,9 +200,8 @@ _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 def _cut(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) -> tuple:
     """Return the fields of a `Family`, without its ranks: of dense tensors, parts of split ones, and split experts.
 
-    Args:
-        section: the recipe's model section, written as JSON.
-        apart: whether parts that tensor parallelism leaves to a rank are not among the dense ones.
+    section: the recipe's model section, written as JSON. apart: whether parts that tensor parallelism leaves to a rank
+    are not among the dense ones.
     """
     model = json.loads(section)
     dense, parts, experts = [], [], []
@@ -244,10 +243,7 @@ class BareSize:
 
 
 def add_setup_arguments(parser: argparse.ArgumentParser, on_cluster: bool = False) -> None:
-    """Add `--recipe` or `--model` with `--set` and `--deepspeed`, or `--parameters`, and `--tokens`.
-
-    on_cluster: add `--world_size` and `--gpu` too.
-    """
+    """Add the options of a recipe, a model or a size, and `--tokens`. on_cluster: `--world_size` and `--gpu` too."""
     add_shape_arguments(parser)
     add = parser.add_argument
     add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
@@ -268,9 +264,8 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
 def setup_of(options: argparse.Namespace) -> Setup | BareSize:
     """Read what the options describe; with `--tokens`, a recipe's budget is as many whole steps as these pay for.
 
-    Raises:
-        UserError: not one of --recipe, --model and --parameters is given, or what it names is wrong; the tokens are
-            fewer than one step needs, or more than a recipe may have.
+    `UserError` if not one of --recipe, --model and --parameters is given, or what it names is wrong; or if the tokens
+    are fewer than one step needs, or more than a recipe may have.
     """
     ranks = getattr(options, "world_size", None) or 1
     if sum(map(bool, (options.recipe, options.model, options.parameters))) != 1:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,7 +18,7 @@ from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
 from pretraining.extend import model_extension
 from pretraining.recipe import model_with_defaults
-from pretraining.recipe.model import ask_of_model, is_exact, value_of
+from pretraining.recipe.model import OnceASection, ask_of_model, is_exact, value_of
 from pretraining.recipe.optimizer import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR
 from pretraining.runtime.answers import answered
 from pretraining.runtime.installation import PACKAGE
@@ -138,16 +138,10 @@ def ranks_met(experts: int, chosen: int, degree: int) -> float:
     return degree * (1 - math.comb(experts - experts // degree, chosen) / math.comb(experts, chosen))
 
 
+@OnceASection
 def widths_of(model: dict) -> Widths:
     """Return the widths in a model section; of a type without a formula, with the help of the built model."""
-    # a dict cannot be a key of the cache
-    return _widths(json.dumps(model, sort_keys=True), is_exact(model))
-
-
-# a search asks for the same widths thousands of times
-@cache
-def _widths(section: str, exact: bool) -> Widths:
-    full = model_with_defaults(json.loads(section))
+    full = model_with_defaults(model)
     hidden, heads = value_of(full, "hidden_size"), value_of(full, "num_attention_heads")
     inner = value_of(full, "intermediate_size")
     if full["model_type"] == "gpt2":
@@ -160,7 +154,7 @@ def _widths(section: str, exact: bool) -> Widths:
         "key_value_heads": _whole(value_of(full, "num_key_value_heads")) or heads,
         "head_size": _whole(value_of(full, "head_dim")) or hidden // heads,
     }
-    if exact:
+    if is_exact(model):
         # Mixtral's key, else Qwen3-MoE's
         experts = full.get("num_local_experts") or full.get("num_experts") or 0
         return Widths(
@@ -172,7 +166,7 @@ def _widths(section: str, exact: bool) -> Widths:
             # only qwen3_moe has dense layers of another width beside its experts
             expert_inner=full.get("moe_intermediate_size") or inner,
         )
-    facts = count_model(json.loads(section))
+    facts = count_model(model)
     numel = numel_by_part(facts.tensors)
     if facts.experts and facts.chosen_experts:
         sparse = {tensor.layer for tensor in facts.tensors if tensor.part == "experts"}
@@ -238,19 +232,13 @@ def family_of(model: dict) -> str:
     return "qwen3" if count_model(model).normed_heads else "llama"
 
 
+@OnceASection
 def count_model(model: dict) -> CountedModel:
     """Count a model section of any type.
 
-    Raises:
-        UserError: transformers cannot build it, or its weights cannot be drawn alike at every ZeRO stage.
+    `UserError` if transformers cannot build it, or its weights cannot be drawn alike at every ZeRO stage.
     """
-    # a dict cannot be a key of the cache; sorted, equal sections are equal texts
-    return _counted(json.dumps(model, sort_keys=True))
-
-
-@cache
-def _counted(section: str) -> CountedModel:
-    model_type = json.loads(section)["model_type"]
+    model_type, section = model["model_type"], json.dumps(model, sort_keys=True)
     extension = model_extension(model_type)
     try:
         library = version("transformers")
@@ -276,27 +264,20 @@ def _counted(section: str) -> CountedModel:
     return CountedModel(**count)
 
 
+@OnceASection
 def parameter_tensors(model: dict) -> tuple[Tensor, ...]:
     """Return every parameter of a recipe's model section, as transformers 5.24 orders them (modeling_<type>.py)."""
-    return _tensors_of(json.dumps(model, sort_keys=True), is_exact(model))
-
-
-# a search asks for the same tensors hundreds of times
-@cache
-def _tensors_of(section: str, exact: bool) -> tuple[Tensor, ...]:
-    if not exact:
-        return _counted(section).tensors
-    shape = model_with_defaults(json.loads(section))
+    if not is_exact(model):
+        return count_model(model).tensors
+    shape = model_with_defaults(model)
     widths, is_gpt2 = widths_of(shape), shape["model_type"] == "gpt2"
-    tensors = _matrix(EMBEDDING, _EMBEDDING[is_gpt2], None, shape["vocab_size"], widths.hidden)
+    table = "transformer.wte" if is_gpt2 else "model.embed_tokens"
+    tensors = _matrix(EMBEDDING, table, None, shape["vocab_size"], widths.hidden)
     tensors += _gpt2(shape, widths) if is_gpt2 else _llama_like(shape, widths)
     # a tied head is the embedding
     if not shape["tie_word_embeddings"]:
         tensors += _matrix(HEAD, "lm_head", None, widths.hidden, shape["vocab_size"])
     return tuple(tensors)
-
-
-_EMBEDDING = ("model.embed_tokens", "transformer.wte")
 
 
 def _matrix(
@@ -316,12 +297,8 @@ def _norm(name: str, layer: int | None, width: int, bias: bool = False) -> list[
 
 def _gpt2(shape: dict, widths: Widths) -> list[Tensor]:
     """List GPT-2's (Radford et al. 2019): learned positions, biases everywhere, LayerNorm with bias."""
-    width, inner, norm, matrix = (
-        widths.hidden,
-        widths.inner,
-        partial(_norm, bias=True),
-        partial(_matrix, bias=True),
-    )
+    width, inner = widths.hidden, widths.inner
+    norm, matrix = partial(_norm, bias=True), partial(_matrix, bias=True)
     tensors = _matrix(EMBEDDING, "transformer.wpe", None, shape["n_positions"], width)
     for layer in range(widths.layers):
         at = f"transformer.h.{layer}"

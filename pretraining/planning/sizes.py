@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 
 from pretraining.errors import nearest
 from pretraining.planning.shapes import (
@@ -23,7 +22,7 @@ from pretraining.planning.shapes import (
     widths_of,
 )
 from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.recipe.model import ROUTER_COEFFICIENT, is_exact
+from pretraining.recipe.model import ROUTER_COEFFICIENT, OnceASection, is_exact
 from pretraining.recipe.sections import is_in
 from pretraining.schema import display_path, listed, problem
 
@@ -77,16 +76,11 @@ class ModelSize:
         return self.backward or Backward(self.total, self.matmul, self.matmul, 1.0)
 
 
+@OnceASection
 def model_size(model: dict) -> ModelSize:
     """Return sizes of a recipe's model section, exactly as the class of the installed transformers builds it."""
-    return _added_up(json.dumps(model, sort_keys=True), is_exact(model))
-
-
-# a search asks for the same sizes hundreds of times
-@cache
-def _added_up(section: str, exact: bool) -> ModelSize:
-    model = json.loads(section)
-    tensors, widths, facts = parameter_tensors(model), widths_of(model), None if exact else count_model(model)
+    tensors, widths = parameter_tensors(model), widths_of(model)
+    facts = None if is_exact(model) else count_model(model)
     numel = numel_by_part(tensors)
     # the table of the tokens comes first, and is the head too if that is tied
     head = facts.head if facts else numel[HEAD] or tensors[0].numel
@@ -109,11 +103,7 @@ def _added_up(section: str, exact: bool) -> ModelSize:
 
 
 def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
-    """Return the parameters that `model.frozen` keeps as they are.
-
-    Raises:
-        UserError: a pattern matches no parameter, or nothing is left to train.
-    """
+    """Return the parameters that `model.frozen` keeps; `UserError` if a pattern matches none, or all are kept."""
     if not recipe.weights.frozen:
         return ()
     tensors, where = parameter_tensors(recipe.model), display_path(recipe.path)
@@ -148,8 +138,7 @@ def check_rows(recipe: Recipe) -> None:
 def wide_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the parameters that `model.keep_in_fp32` keeps in fp32, as upstream/wide_weights.py does.
 
-    Raises:
-        UserError: a name matches no module, or one with experts, or nothing is left in bf16.
+    `UserError` if a name matches no module, or one with experts, or nothing is left in bf16.
     """
     weights, key, where = recipe.weights, "model.keep_in_fp32", display_path(recipe.path)
     if not weights.keep_in_fp32:
@@ -177,8 +166,7 @@ def wide_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 def fp8_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the matrices of the blocks that are multiplied in fp8, as `convert_products` chooses their layers.
 
-    Raises:
-        UserError: a pattern of `speed.bf16_layers` matches none of them, or none is left.
+    `UserError` if a pattern of `speed.bf16_layers` matches none of them, or none is left.
     """
     speed = recipe.speed
     if speed.fp8 == "none":

@@ -103,14 +103,9 @@ def recipe_utilization(setup: Setup, gpu: Gpu, at_best: Ceiling) -> Utilization:
 
 
 def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) -> Ceiling:
-    """Return what a recipe's kernels take on this GPU.
+    """Return what a recipe's kernels take on this GPU; `UserError` as `step_time`.
 
-    Args:
-        precision: that of the products: bf16, fp16, tf32 or fp32.
-        rates: of its kernels; None for `sustained_rates`.
-
-    Raises:
-        UserError: the GPU has no such precision, or the ranks do not divide the recipe's step.
+    precision: that of the products: bf16, fp16, tf32 or fp32. rates: of its kernels; None for `sustained_rates`.
     """
     recipe, degrees, size = setup.recipe, setup.degrees, setup.size
     rates, behind = rates or sustained_rates(gpu, precision, setup.world_size), size.gradients
@@ -219,11 +214,7 @@ def _rows_of(gpu: Gpu, key: str, results: Path) -> list[dict]:
 
 @cache
 def _measured(key: str, results: Path) -> tuple[dict, ...]:
-    """Return the kept results that have a value under a key.
-
-    Raises:
-        UserError: a line is not JSON.
-    """
+    """Return the kept results that have a value under a key; `UserError` if a line is not JSON."""
     rows = []
     for path in sorted(results.glob("*.jsonl")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -255,10 +246,8 @@ def model_flops_utilization(
 def sustained_rates(gpu: Gpu, precision: str, num_gpus: int) -> Rates:
     """Return the rates of tables/rates.json for the GPU's architecture; for products, the rate measured by the doctor.
 
-    num_gpus: GPUs of the run. A rate that was measured here counts only for the same number of the same GPUs.
-
-    Raises:
-        UserError: the GPU has no such precision.
+    `UserError` if the GPU has no such precision. num_gpus: GPUs of the run. A rate that was measured here counts only
+    for the same number of the same GPUs.
     """
     shares = table("rates")["sustained"]
     product, attention, bandwidth = (
@@ -471,14 +460,10 @@ class StepTime:
 
 
 def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str | None = None) -> StepTime:
-    """Return the step of a recipe on so many GPUs.
+    """Return the step of a recipe on GPUs; `UserError` if they do not divide it, or lack the precision.
 
-    Args:
-        mfu: share of the dense peak without recomputation; None for the expected one.
-        precision: that of the products; None for the recipe's.
-
-    Raises:
-        UserError: the ranks do not divide the recipe's step, or the GPU lacks the precision.
+    mfu: share of the dense peak without recomputation; None for the expected one. precision: that of the products; None
+    for the recipe's.
     """
     recipe, accumulation = setup.recipe, setup.accumulation
     precision = precision or recipe.training.product_precision

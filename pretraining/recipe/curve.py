@@ -102,8 +102,7 @@ def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
 def changes_of_run(folder: Path, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
     """How a resolved recipe differs from that of the last start in this run folder.
 
-    Raises:
-        UserError: it differs where that is not `allowed`, or the file that was kept is no recipe of a run.
+    `UserError` if it differs where that is not `allowed`, or the file that was kept is no recipe of a run.
     """
     kept = folder / "recipe.json"
     if not kept.exists():

@@ -477,9 +477,8 @@ def read_stages(
 ) -> list[WishedStage]:
     """The stages of a run of `num_samples` blocks over sources of `sizes` blocks, in the order of `names`.
 
-    Raises:
-        UserError: a weight that is not a number above zero, names no source or is given for some sources only; a
-            stage that does not begin where the one before it ends; a source that no stage reads.
+    `UserError` for a weight that is not a number above zero, names no source or is given for some sources only; a stage
+    that does not begin where the one before it ends; a source that no stage reads.
     """
     base = _base_shares(data, names, sizes, where)
     stages = (data.mixture and data.mixture.stages) or [MixtureStage()]

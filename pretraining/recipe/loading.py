@@ -99,16 +99,15 @@ def load_recipe(
 ) -> Recipe:
     """Read a recipe by its name in recipes/ or by its path, apply `--set` overrides, and check all of it.
 
+    `UserError` names in one line the file (or option), the dotted key, what is wrong, and the nearest valid key or
+    value.
+
     Args:
         name_or_path: `tiny`, `features/muon`, `gpt2-124m-llmc` of published/, or a path that ends in .json.
         overrides: `section.key=value` texts, applied in order.
         deepspeed: takes the place of the recipe's `deepspeed`; "null" means none.
         limit_tokens: the most that the run may train on.
         world_size: number of ranks, to which a limited recipe's micro-batch is fitted; None if it is not known.
-
-    Raises:
-        UserError: one line naming the file (or option), the dotted key, what is wrong, and the nearest valid
-            key or value.
     """
     path = _find(str(name_or_path))
     return recipe_of(_read(path), path, overrides, deepspeed, limit_tokens, world_size)
@@ -311,11 +310,9 @@ def _as_nested(override: str) -> dict:
 def _apply_overrides(recipe: dict, overrides: Iterable[str], notes: list[str]) -> dict:
     """A copy of `recipe` with each `section.key=value` set, checked against the schema after each.
 
-    A value is JSON where it parses, else a string; a number in the key indexes a list, and the list's length
-    appends. Whole objects can be set: `training.lr_scheduler_kwargs={"min_lr_rate": 0.05}`.
-
-    Raises:
-        UserError: no `=`, an unknown key (with the nearest), a wrong type, an index beyond the list.
+    A value is JSON where it parses, else a string; a number in the key indexes a list, and the list's length appends.
+    Whole objects can be set: `training.lr_scheduler_kwargs={"min_lr_rate": 0.05}`. `UserError` if there is no `=`, or
+    for an unknown key (with the nearest), a wrong type, an index beyond the list.
     """
     # a deep copy, which `_set` may change
     changed = json.loads(json.dumps(recipe))
@@ -368,10 +365,7 @@ def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks
     that neither takes the place of the real ones.
 
     recipe: built from `values`. written: dotted keys that the command line sets; what it says of the size of a step and
-    of cadences stays.
-
-    Raises:
-        UserError: a step of the size that the command line sets has more tokens.
+    of cadences stays. `UserError` if such a step has more tokens.
     """
     if tokens >= recipe.budget.tokens:
         return values

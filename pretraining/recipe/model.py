@@ -3,11 +3,11 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, update_wrapper
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pretraining.errors import UserError, did_you_mean, nearest
 from pretraining.extend import MODEL_KEYS, model_extension
@@ -65,6 +65,23 @@ ROUTER_COEFFICIENT = "router_aux_loss_coef"
 """What configuration classes call the weight of the loss that balances experts."""
 
 
+Answer = TypeVar("Answer")
+
+
+class OnceASection(Generic[Answer]):
+    """Keep what a function says of a model section, which a search asks thousands of times."""
+
+    def __init__(self, function: Callable[[dict], Answer]):
+        update_wrapper(self, function)
+        # a dict cannot be a key; the function gets a copy of the section
+        self.kept = cache(lambda text: function(json.loads(text)))
+        self.cache_clear = self.kept.cache_clear
+
+    def __call__(self, model: dict) -> Answer:
+        # sorted: equal sections are equal texts
+        return self.kept(json.dumps(model, sort_keys=True))
+
+
 def is_exact(model: dict) -> bool:
     """Whether the model section is of a type that planning counts by formula."""
     return model["model_type"] in EXACT
@@ -116,9 +133,7 @@ def _measured(model: dict) -> dict[str, str | None]:
     """Return what a class of the user's own can do, with few layers, words and positions.
 
     abilities.json has the answer for the classes of the recipes here, as long as their modules stay as they are.
-
-    Raises:
-        UserError: its module does not run.
+    `UserError` if its module does not run.
     """
     own = model_extension(model["model_type"])
     if own and (kept := _json_of(MEASURED)["own"].get(own.digest)):
@@ -133,12 +148,12 @@ def measured_by_itself(model: dict) -> dict[str, str | None]:
         sizes["num_hidden_layers"] = 2
     section = {**model, **{key: min(size, model[key]) for key, size in sizes.items()}}
     section.pop("attn_implementation", None)
-    return _measured_section(json.dumps(section, sort_keys=True))
+    return _measured_section(section)
 
 
-@cache
-def _measured_section(section: str) -> dict[str, str | None]:
-    own = model_extension(json.loads(section)["model_type"])
+@OnceASection
+def _measured_section(model: dict) -> dict[str, str | None]:
+    own, section = model_extension(model["model_type"]), json.dumps(model, sort_keys=True)
     code = [(PACKAGE / name).read_text(encoding="utf-8") for name in MEASURING]
     versions = [version(name) for name in ("torch", "transformers")]
     depends_on, module = (*versions, own.digest, *code, section), "pretraining.model.abilities"
@@ -278,8 +293,7 @@ def model_with_defaults(model: dict) -> dict:
 def checked_model(model: dict, where: str) -> dict:
     """The model section, its type known and every key one of its class's.
 
-    Raises:
-        UserError: an unknown type or key, with the nearest; a type that does not train here, with the reason.
+    `UserError` for an unknown type or key, with the nearest; for a type that does not train here, with the reason.
     """
     if is_exact(model):
         return model  # the recipe's own schema has checked it

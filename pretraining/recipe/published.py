@@ -35,9 +35,7 @@ def read_published(model: dict, where: str) -> tuple[dict, str]:
     """Return a section with the keys of the config.json that its `from` names, and a sentence about them.
 
     Keys beside `from` replace those that are read. Special tokens are left out: they are the data's tokenizer's.
-
-    Raises:
-        UserError: there is no such config.json, or its model does not train here; `where` is the recipe.
+    `UserError` if there is no such config.json, or its model does not train here. where: the recipe.
     """
     beside = {key: value for key, value in model.items() if key not in Weights.PUBLISHED}
     given = check({key: model[key] for key in model if key not in beside}, _SCHEMA, where, "model")

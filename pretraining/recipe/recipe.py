@@ -349,11 +349,8 @@ SECTIONS: dict[str, type[Section]] = {
 def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None = None) -> int:
     """Micro-batches per full optimizer step and rank, so that it holds exactly `tokens_per_step` tokens.
 
-    ds_config: may let several ranks work on the same samples (`ds_config.Degrees`).
-
-    Raises:
-        UserError: ranks x micro-batch x length does not divide it, or a smaller step of the ramp; the nearest values
-            that it does divide.
+    `UserError` if ranks x micro-batch x length does not divide it, or a smaller step of the ramp; it names the nearest
+    values that do. ds_config: may let several ranks work on the same samples (`ds_config.Degrees`).
     """
     together = degrees_of(ds_config).ranks_per_sample
     ranks, micro_batch, length = world_size // together, recipe.micro_batch, recipe.sequence_length

@@ -3,7 +3,8 @@
 import pytest
 from transformers import TrainingArguments
 
-from pretraining.planning import shapes
+from pretraining.planning.shapes import count_model, parameter_tensors, widths_of
+from pretraining.planning.sizes import model_size
 
 
 @pytest.fixture
@@ -15,4 +16,11 @@ def arguments(tmp_path) -> TrainingArguments:
 def counts_anew(monkeypatch, tmp_path):
     """Nothing is known of what other tests have counted."""
     monkeypatch.setenv("PRETRAINING_MODEL_CACHE", str(tmp_path / "counted"))
-    shapes._counted.cache_clear()
+    forget_counts()
+    yield
+    forget_counts()
+
+
+def forget_counts() -> None:
+    for counts in (count_model, parameter_tensors, widths_of, model_size):
+        counts.cache_clear()

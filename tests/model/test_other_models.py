@@ -21,6 +21,7 @@ from tests.gear.finished_data import refusal
 from tests.gear.runs import LLAMA, OTHER_MODELS, completed, execute, section_of
 from tests.gear.small_models import small
 from tests.gear.tracked_memory import activation_error
+from tests.model.conftest import forget_counts
 from tests.planning.test_planning import MODELS
 from tests.planning.test_planning_memory import TRACED
 
@@ -36,6 +37,7 @@ def test_counting_by_building_agrees_with_every_formula(model, monkeypatch):
     formula, tensors = model_size(model), parameter_tensors(model)
     monkeypatch.setattr("pretraining.planning.sizes.is_exact", lambda model: False)
     monkeypatch.setattr("pretraining.planning.shapes.is_exact", lambda model: False)
+    forget_counts()
     built = model_size(model)
     assert replace(built, counted=None) == formula
 
@@ -97,7 +99,7 @@ def test_a_model_that_reads_its_tensors_is_estimated(monkeypatch):
     assert "does not run on fake tensors" in facts.estimated
     need = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     monkeypatch.undo()
-    shapes._counted.cache_clear()
+    forget_counts()
     measured = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
     assert need.layers == pytest.approx(measured.layers, rel=0.5)
 

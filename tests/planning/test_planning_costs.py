@@ -12,7 +12,7 @@ from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import GRADIENTS, WEIGHTS, step_messages, zero_bytes
-from pretraining.planning.parallelism import Cluster, Division, cluster_of, layout_memory, layouts
+from pretraining.planning.parallelism import Cluster, Division, layout_memory, layouts
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import expected_utilization, step_time
 from pretraining.recipe import load_recipe
@@ -258,7 +258,6 @@ def test_the_frontier_is_the_minimum_of_the_loss():
 
 def test_batch_and_learning_rate_hints():
     """Li et al. 2025 and McCandlish et al. 2018: at the critical batch twice the tokens, twice the steps."""
-    assert laws.cost_of_batch(1e6, 1e6) == (2, 2)
     rates = [laws.hints(size, 1e11, 1e20)["Step Law"]["learning_rate"] for size in (1e9, 8e9)]
     assert rates[0] == pytest.approx(1.79 * 1e9**-0.713 * 1e11**0.307) and rates[0] > rates[1]
 
@@ -266,7 +265,7 @@ def test_batch_and_learning_rate_hints():
 def test_layouts_divide_everything_and_fit():
     """Every layout multiplies out to the GPUs and the step, keeps tensor parallelism in a node, and fits."""
     recipe = load_recipe("65b")
-    found = layouts(cluster_of(recipe.model, 2048, recipe.tokens_per_step, 512, H100, 0.6))
+    found = layouts(Cluster(recipe.model, 2048, recipe.tokens_per_step // 2048, 512, H100, 0.6))
     assert len(found) > 20
     sequences = recipe.tokens_per_step // 2048
     for layout in found:
@@ -281,9 +280,9 @@ def test_layouts_divide_everything_and_fit():
 
 def test_long_sequences_get_context_parallelism():
     recipe = load_recipe("7b", ["model.max_position_embeddings=131072"])
-    found = layouts(cluster_of(recipe.model, 131072, 2**22, 64, H100, 0.6))
+    found = layouts(Cluster(recipe.model, 131072, 32, 64, H100, 0.6))
     assert max(layout.context for layout in found) >= 8
-    assert {layout.context for layout in layouts(cluster_of(LLAMA, 4096, 2**22, 64, H100, 0.6))} == {1}
+    assert {layout.context for layout in layouts(Cluster(LLAMA, 4096, 1024, 64, H100, 0.6))} == {1}
 
 
 def test_memory_of_a_layout_by_component():
@@ -294,7 +293,7 @@ def test_memory_of_a_layout_by_component():
     gpt, size, tokens = load_recipe("65b").model, model_size(LLAMA), 4096
 
     def held(*division: int, model: dict = LLAMA, recompute: bool = False):
-        cluster = Cluster(model_size(model), model, tokens, 8, 8, H100, 1.0)
+        cluster = Cluster(model, tokens, 8, 8, H100, 1.0)
         return layout_memory(cluster, Division(*division), recompute)
 
     assert held(model=gpt).activations == gpt["n_layer"] * tokens * 32 * gpt["n_embd"]
@@ -315,7 +314,7 @@ def test_memory_of_a_layout_by_component():
 
 def test_messages_of_a_layout():
     """Four all-reduces a layer, tensor ranks apart 2 (t - 1) / t; gradients and weights once a step."""
-    found = layouts(cluster_of(LLAMA, 4096, 2**22, 64, H100, 0.6))
+    found = layouts(Cluster(LLAMA, 4096, 1024, 64, H100, 0.6))
     by_size = {(x.tensor, x.pipeline, x.micro_batch, x.recompute): x for x in found}
     plain, halves = by_size[1, 1, 1, False], by_size[2, 1, 1, False]
     assert plain.tensor_seconds == plain.pipeline_seconds == plain.context_seconds == 0

@@ -6,7 +6,7 @@ from pretraining.planning import scaling_laws as laws
 from pretraining.planning.constants import table
 from pretraining.planning.costs import run_cost
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.parallelism import cluster_of, layouts
+from pretraining.planning.parallelism import Cluster, layouts
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
 from pretraining.planning.throughput import model_flops_utilization, tokens_per_second
 
@@ -154,7 +154,7 @@ def test_megatrons_sizes_and_flops(name):
 def test_megatrons_layout_for_a_trillion_parameters():
     """Table 1: 1,008B on 3,072 A100 as tensor 8, pipeline 64, data 6; it is what the search puts first."""
     efficiency = table("rates")["kernel_efficiency"]["value"]
-    cluster = cluster_of(megatron_model("1008.0"), 2048, 3072 * 2048, 3072, find_gpu("A100"), efficiency)
+    cluster = Cluster(megatron_model("1008.0"), 2048, 3072 * 2048 // 2048, 3072, find_gpu("A100"), efficiency)
     best = layouts(cluster)[0]
     assert (best.tensor, best.pipeline, best.data, best.micro_batch) == (8, 64, 6, 1)
     assert best.layers_per_stage == 2
@@ -221,7 +221,7 @@ def test_kaplans_compute_optimal_size():
 
     Section 5.1: the critical batch doubles for every 13 % decrease of the loss.
     """
-    kaplan = laws.kaplan_frontier()
+    kaplan = laws.frontier(laws.KAPLAN)
     assert kaplan.at_flops(laws.PF_DAY).parameters == pytest.approx(1.3e9)
     grown = kaplan.at_flops(10 * laws.PF_DAY)
     assert grown.parameters / 1.3e9 == pytest.approx(5.5, rel=WITHIN)  # Hoffmann et al. 2022, section 1

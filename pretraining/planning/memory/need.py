@@ -156,14 +156,11 @@ def held_by_rank(setup: Setup) -> HeldByRank:
 
 
 def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank | None = None) -> MemoryNeed:
-    """Return the memory that a recipe needs under a ds_config on so many GPUs.
+    """Return the memory that a recipe needs on so many GPUs; `UserError` if they do not divide the step.
 
     Args:
         gpu_memory: bytes of one GPU; the loss takes more on a larger one. None: a processor trains, or it is not known.
         held: `held_by_rank` of the same, if it is known.
-
-    Raises:
-        UserError: ranks x micro-batch x length does not divide the tokens per step.
     """
     recipe, stage, degrees = setup.recipe, setup.stage, setup.degrees
     state, host, pinned = held or held_by_rank(setup)

@@ -300,10 +300,7 @@ def _offloaded(
 
 
 def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: Groups) -> list[int]:
-    """Return the bytes of each buffer that offloading to the host pins on a rank (deepspeed 0.19.8, `pin_memory`).
-
-    width: bytes of a weight.
-    """
+    """Return the bytes of each buffer that offloading pins on a rank (deepspeed 0.19.8). width: of a weight."""
     settings = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
     if settings.get("device") != "cpu" or not settings.get("pin_memory"):
         return []
@@ -413,10 +410,7 @@ def buffers(setup: Setup) -> Buffers:
 
 
 def reduce_bucket(config: dict, width: int, tensors: Iterable[Tensor]) -> float:
-    """Return how many elements of gradients are reduced together: never more than a rank holds, as it allocates them.
-
-    width: the model's.
-    """
+    """Return how many elements of gradients are reduced together, at most all of a rank's. width: the model's."""
     asked = _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
     return min(asked, sum(tensor.numel for tensor in tensors))
 
@@ -463,10 +457,7 @@ def _gathered(zero: dict, of_rank: Sequence[Family], width: int, as_one: bool) -
 def block_gathering(zero: dict, block_numel: int) -> dict:
     """Return the keys of `zero_optimization` for gathering ahead, if weights are gathered a block at a time.
 
-    A number in the file stays; only `"auto"` is replaced.
-
-    Args:
-        block_numel: parameters of the largest block.
+    A number in the file stays; only `"auto"` is replaced. block_numel: parameters of the largest block.
     """
     keys = {}
     if zero.get("stage3_prefetch_bucket_size", "auto") == "auto":
