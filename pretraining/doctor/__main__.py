@@ -124,9 +124,9 @@ def examine(options: argparse.Namespace) -> tuple[list[Finding], Launch]:
     gpus, torch = read_gpus(), torch_build()
     launch, refused = plan_launch(options, gpus)
     answers = ask_all(questions_of(launch))  # they come while the machine itself is looked at
-    findings = check_gpus(gpus, torch) + check_software(launch) + check_machine(launch)
-    findings += check_names(launch) + check_disks(launch)
-    findings += [*answers(), *refused, *check_earlier_start(launch), *check_fit(launch)]
+    findings = [*check_gpus(gpus, torch), *check_software(launch), *check_machine(launch)]
+    findings += [*check_names(launch), *check_disks(launch), *answers(), *refused]
+    findings += [*check_earlier_start(launch), *check_fit(launch)]
     return findings, launch
 
 

@@ -166,18 +166,20 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def check_gpus(gpus: Gpus, torch: TorchBuild) -> list[Finding]:
+def check_gpus(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
     """Find what does not fit together in GPUs, driver and torch's build, and what slows the GPUs."""
     if gpus.problem:
         remedy = "start the container with the driver's tools (NVIDIA_DRIVER_CAPABILITIES=compute,utility), "
         remedy += "or restart the machine after an update of the driver"
-        return [Finding("GPUs", BREAKS if torch.cuda else COSTS, gpus.problem, remedy)]
-    if not gpus.found:
-        if torch.for_amd:
-            return [Finding("GPUs", COSTS, f"torch {torch.version} is for AMD's: {NOT_EXAMINED}", ON_AMD)]
+        yield Finding("GPUs", BREAKS if torch.cuda else COSTS, gpus.problem, remedy)
+    elif gpus.found:
+        yield from _with_torch(gpus, torch)
+        yield from _of_each(gpus.found)
+    elif torch.for_amd:
+        yield Finding("GPUs", COSTS, f"torch {torch.version} is for AMD's: {NOT_EXAMINED}", ON_AMD)
+    else:
         hidden = "CUDA_VISIBLE_DEVICES leaves none" if gpus.driver else "none from NVIDIA"
-        return [Finding("GPUs", FINE, f"{hidden}: the processor trains (torch {torch.version})")]
-    return [*_with_torch(gpus, torch), *_of_each(gpus.found)]
+        yield Finding("GPUs", FINE, f"{hidden}: the processor trains (torch {torch.version})")
 
 
 def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:

@@ -201,26 +201,8 @@ class Needed(NamedTuple):
     """The verdict if it is missing."""
 
 
-def check_software(launch: Launch) -> list[Finding]:
+def check_software(launch: Launch) -> Iterator[Finding]:
     """Compare what is installed with the tested set, and with what the recipe asks for."""
-    return [*_tested(), *_optional(launch), *_compilers(launch)]
-
-
-def pins(path: Path) -> dict[str, str]:
-    """Read {package: version} of the exact pins in a requirements file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    # name[extra]==version, and no line with a marker or a range
-    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
-    return {match[1]: match[2] for match in found if match}
-
-
-def versions() -> dict[str, str | None]:
-    """Return what is installed of requirements.txt, without the mark of a build (2.13.0+cu130); None if missing."""
-    here = installed_versions(pins(REPOSITORY / "requirements.txt"))
-    return {name: found and found.partition("+")[0] for name, found in here.items()}
-
-
-def _tested() -> Iterator[Finding]:
     if sys.version_info < LEAST_PYTHON:
         needed, found = (".".join(map(str, numbers[:3])) for numbers in (LEAST_PYTHON, sys.version_info))
         yield Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
@@ -236,15 +218,11 @@ def _tested() -> Iterator[Finding]:
         yield Finding("packages", COSTS, f"not the tested versions: {', '.join(other)}", remedy)
     if not missing and not other:
         yield Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")
-
-
-def _optional(launch: Launch) -> Iterator[Finding]:
-    """Report packages that the recipe needs beyond requirements.txt and that are missing."""
-    # looked for and not imported: some take seconds
-    missing = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
-    files = sorted(REPOSITORY.glob("requirements*.txt")) if missing else ()
+    # what the recipe needs beyond them is looked for and not imported: some take seconds
+    lacking = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
+    files = sorted(REPOSITORY.glob("requirements*.txt")) if lacking else ()
     known = {name: pin for file in files for name, pin in pins(file).items()}
-    for needed in missing:
+    for needed in lacking:
         name = needed.distribution or needed.module
         command = f"pip install {name}{f'=={known[name]}' if name in known else ''}"
         if needed.module in FLASH_ATTENTION.values():
@@ -255,6 +233,21 @@ def _optional(launch: Launch) -> Iterator[Finding]:
                 command = f"{re.search(r'FLASH_ATTN_CUDA_ARCHS=.*pip install .*', text)[0]}, or {command}"
         what = f"{needed.purpose} needs {name}, which is not installed"
         yield Finding("packages", needed.verdict, what, command)
+    yield from _compilers(launch)
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Read {package: version} of the exact pins in a requirements file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    # name[extra]==version, and no line with a marker or a range
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.!+-]+)\s*$", line) for line in lines)
+    return {match[1]: match[2] for match in found if match}
+
+
+def versions() -> dict[str, str | None]:
+    """Return what is installed of requirements.txt, without the mark of a build (2.13.0+cu130); None if missing."""
+    here = installed_versions(pins(REPOSITORY / "requirements.txt"))
+    return {name: found and found.partition("+")[0] for name, found in here.items()}
 
 
 def needs_of(launch: Launch) -> list[Needed]:

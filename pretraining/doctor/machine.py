@@ -189,9 +189,28 @@ def _processors(launch: Launch) -> Iterator[Finding]:
             yield Finding("InfiniBand", FINE, f"{', '.join(adapters)}: active")
 
 
-def check_disks(launch: Launch) -> list[Finding]:
+def check_disks(launch: Launch) -> Iterator[Finding]:
     """Check the run's folder, that of data still to be prepared, and those that states are offloaded to."""
-    return [*_run_folder(launch), *_data_folder(launch), *_nvme_folders(launch)]
+    yield from _run_folder(launch)
+    yield from _data_folder(launch)
+    # the folders that DeepSpeed swaps states to
+    zero = (launch.ds_config or {}).get("zero_optimization", {})
+    blocks = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
+    for place in sorted({block["nvme_path"] for block in blocks if block.get("device") == "nvme"}):
+        folder = host.existing_folder(Path(place))
+        broken, needed = host.unwritable(folder), launch.ranks_here * launch.need.nvme
+        free = shutil.disk_usage(folder).free
+        if broken or needed > free:
+            why = broken or f"{num_bytes(needed)} of states, {num_bytes(free)} free"
+            remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room"
+            remedy += "; or take --deepspeed zero3_offload"
+            yield Finding("NVMe folder", BREAKS, f"{place}: {why}", remedy)
+        elif folder != Path(place):
+            what = f"{place} is not there: states would go to the disk of {folder}"
+            remedy = "mount it, or set nvme_path, in a copy of the ds_config, to yours"
+            yield Finding("NVMe folder", COSTS, what, remedy)
+        else:
+            yield Finding("NVMe folder", FINE, f"{place}: {num_bytes(needed)} of {num_bytes(free)} free")
 
 
 def _run_folder(launch: Launch) -> Iterator[Finding]:
@@ -328,24 +347,3 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
     else:
         remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
         yield Finding("data folder", COSTS, what, remedy)
-
-
-def _nvme_folders(launch: Launch) -> Iterator[Finding]:
-    """Check the folders that DeepSpeed swaps states to."""
-    zero = (launch.ds_config or {}).get("zero_optimization", {})
-    blocks = [zero.get(name) or {} for name in ("offload_param", "offload_optimizer")]
-    for place in sorted({block["nvme_path"] for block in blocks if block.get("device") == "nvme"}):
-        folder = host.existing_folder(Path(place))
-        broken, needed = host.unwritable(folder), launch.ranks_here * launch.need.nvme
-        free = shutil.disk_usage(folder).free
-        if broken or needed > free:
-            why = broken or f"{num_bytes(needed)} of states, {num_bytes(free)} free"
-            remedy = "set nvme_path, in a copy of the ds_config, to a folder of a local NVMe disk with room"
-            remedy += "; or take --deepspeed zero3_offload"
-            yield Finding("NVMe folder", BREAKS, f"{place}: {why}", remedy)
-        elif folder != Path(place):
-            what = f"{place} is not there: states would go to the disk of {folder}"
-            remedy = "mount it, or set nvme_path, in a copy of the ds_config, to yours"
-            yield Finding("NVMe folder", COSTS, what, remedy)
-        else:
-            yield Finding("NVMe folder", FINE, f"{place}: {num_bytes(needed)} of {num_bytes(free)} free")

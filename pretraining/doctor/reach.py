@@ -52,11 +52,6 @@ Question = tuple[str, str]
 """(name of a check, what is to be reached); the same question is asked only once."""
 
 
-def check_names(launch: Launch) -> list[Finding]:
-    """Check the host's own name, the interfaces and addresses that variables name, and proxies."""
-    return [_own_name(launch), *_network_variables(), *_proxies()]
-
-
 def _own_name(launch: Launch) -> Finding:
     """Check the address of the machine's own name, on which gloo listens."""
     name, address = socket.gethostname(), host.own_address()
@@ -83,8 +78,9 @@ def _outward_interface() -> str | None:
     return next((route[0] for route in routes if len(route) > 1 and route[1] == "00000000"), None)
 
 
-def _network_variables() -> Iterator[Finding]:
-    """Report variables that name what does not exist, or that slow messages down."""
+def check_names(launch: Launch) -> Iterator[Finding]:
+    """Check the host's own name, variables that name what does not exist or slow messages down, and proxies."""
+    yield _own_name(launch)
     present = [name for _, name in socket.if_nameindex()]
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         chosen = os.environ.get(variable, "")
@@ -113,10 +109,7 @@ def _network_variables() -> Iterator[Finding]:
             what = f"MASTER_ADDR is {meeting}, a name that has no address here"
             remedy = "give it an address in /etc/hosts, or the launcher --master_addr=ADDRESS"
             yield Finding("network", BREAKS, what, remedy)
-
-
-def _proxies() -> Iterator[Finding]:
-    """Find stores of this machine or network that would be asked through a proxy for outside addresses."""
+    # stores of this machine or network that would be asked through a proxy for outside addresses
     if not any(os.environ.get(variable) for variable in ("https_proxy", "HTTPS_PROXY", "http_proxy")):
         return
     # As requests and urllib read it: a name of the list spares all that ends with it.

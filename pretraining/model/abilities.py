@@ -171,18 +171,20 @@ def document_by_document(
     value: torch.Tensor,
     borders: torch.Tensor,
     *_: Any,
-    scale: float | None,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    **settings: Any,
 ) -> torch.Tensor:
-    """Compute on a processor what torch's kernel for sequences of different lengths does, [tokens, heads, width]."""
+    """Compute on a processor what torch's kernel for sequences of different lengths does, [tokens, heads, width].
+
+    settings: `scale` and `enable_gqa`, as torch's attention has them too.
+    """
     attended = []
     for start, stop in pairwise(borders.tolist()):
         places = torch.arange(stop - start)
         behind = places[:, None] - places
         seen = (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
         heads = (each[start:stop].transpose(0, 1) for each in (query, key, value))
-        part = F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        part = F.scaled_dot_product_attention(*heads, attn_mask=seen, **settings)
         attended.append(part.transpose(0, 1))
     return torch.cat(attended)
 

@@ -223,8 +223,22 @@ def _check_compile(recipe: Recipe, ds_config: dict | None) -> Wrong:
     if mode and backend != "inductor":
         what = f"is {mode}, a mode of inductor, but speed.compile_backend is {backend}"
         yield "speed.compile_mode", f"{what}; --set speed.compile_mode=null"
+    # DeepSpeed 0.19.8 removes its hooks, and reduces only the gradients of the compiled graph of `model.forward`.
     if speed.compile == "deepcompile":
-        yield from _check_deepcompile(recipe, ds_config)
+        key = "speed.compile"
+        if not stage:
+            yield key, "is deepcompile, which needs ZeRO; --deepspeed zero1, zero2 or zero3"
+        if (parameter_device(ds_config), optimizer_device(ds_config)) != ("gpu", "gpu"):
+            yield key, "is deepcompile, which is not tried with offload; --set speed.compile=auto"
+        if recipe.loss.kind != "plain":
+            # A chunked or fused loss multiplies with the head outside of that graph: nobody would reduce its gradient.
+            what = f"is deepcompile, and loss.kind {recipe.loss.kind} leaves the head out of its graph"
+            yield key, f"{what}; --set loss.kind=plain"
+        if keys := recipe.own_groups:
+            yield (
+                key,
+                f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto",
+            )
         return
     name, value, without = ("mode", mode, "null") if mode else ("backend", backend, "inductor")
     key, degrees = f"speed.compile_{name}", degrees_of(ds_config)
@@ -241,22 +255,6 @@ def _check_compile(recipe: Recipe, ds_config: dict | None) -> Wrong:
     if value in CUDA_GRAPHS:
         what = f"is {value}, which records CUDA graphs of weights that stay where they are, and ZeRO-3 moves them"
         yield key, f"{what}; --set {key}={without}, or --deepspeed zero1 or zero2"
-
-
-def _check_deepcompile(recipe: Recipe, ds_config: dict | None) -> Wrong:
-    """DeepSpeed's own compiler passes can handle the rest."""
-    # DeepSpeed 0.19.8 removes its hooks, and reduces only the gradients of the compiled graph of `model.forward`.
-    key = "speed.compile"
-    if not zero_stage(ds_config):
-        yield key, "is deepcompile, which needs ZeRO; --deepspeed zero1, zero2 or zero3"
-    if (parameter_device(ds_config), optimizer_device(ds_config)) != ("gpu", "gpu"):
-        yield key, "is deepcompile, which is not tried with offload; --set speed.compile=auto"
-    if recipe.loss.kind != "plain":
-        # A chunked or fused loss multiplies with the head outside of that graph: nobody would reduce its gradient.
-        what = f"is deepcompile, and loss.kind {recipe.loss.kind} leaves the head out of its graph"
-        yield key, f"{what}; --set loss.kind=plain"
-    if keys := recipe.own_groups:
-        yield key, f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto"
 
 
 def compiled_part(recipe: Recipe, ds_config: dict | None, on_gpu: bool = True) -> str:
@@ -299,15 +297,12 @@ def _why_not_gathered_as_one(ds_config: dict | None) -> str | None:
     return "a compiled block needs all its weights at once, and they come from NVMe one by one"
 
 
-def _check_own_model(recipe: Recipe, ds_config: dict | None) -> Wrong:
-    """What is measured of a class of the user's own; of the others it is known when the recipe is read."""
+def _check_measured(recipe: Recipe, ds_config: dict | None) -> Wrong:
+    """What is measured of the class holds; logits that are watched can be seen, and projections can clip them."""
+    # of the library's classes this is known when the recipe is read
     if model_extension(recipe.model.model_type):
         yield from check_documents(recipe.data, recipe.model)
         yield from check_loss(recipe.loss, recipe.model)
-
-
-def _check_watched(recipe: Recipe, ds_config: dict | None) -> Wrong:
-    """Largest logits can be seen, and if they are to be clipped, projections of queries and keys do that."""
     kernel, compiled = str(recipe.model.get("attn_implementation")), recipe.speed.compile
     for key in recipe.watched_keys:
         if kernel == "flex_attention" or "/" in kernel:
@@ -545,7 +540,6 @@ CHECKS = (
     _check_compile,
     _check_recomputation,
     _check_fp8,
-    _check_own_model,
-    _check_watched,
+    _check_measured,
 )
 """In this order: the first error is the one that is shown."""

@@ -235,11 +235,6 @@ class Training(dict):
     dataloader_num_workers: int = Keyword(0)
     dataloader_prefetch_factor: int | None = Keyword()
 
-    @property
-    def steps_between_validations(self) -> float:
-        """Steps between validations: the Trainer takes `logging_steps` if `eval_steps` is left out."""
-        return self.eval_steps or self.logging_steps
-
     def in_steps(self, budget: Budget) -> "Training":
         """With what the budget says of the schedule in tokens, in full steps."""
         # a copy: the recipe itself stays as it was written
@@ -315,7 +310,24 @@ def check_schedule(
     if optim in SCHEDULE_FREE and not training.adam_beta1:
         what = f"is 0: {optim} would train weights that do not tell their average; write 0.9"
         yield "training.adam_beta1", what
-    yield from _check_tokens(budget, training)
+    # what the budget says of the schedule in tokens, `training` does not say in steps
+    if budget.warmup_tokens is not None:
+        if training.warmup_steps:
+            what = "and training.warmup_steps are both there; leave one out, or set training.warmup_steps=0"
+            yield "budget.warmup_tokens", what
+        if kind in WITHOUT_WARMUP:
+            what = f"is set, but training.lr_scheduler_type {kind} has no warm-up; write constant_with_warmup"
+            yield "budget.warmup_tokens", what
+    if budget.decay_tokens is not None:
+        if kind != DECAYING:
+            what = f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}"
+            yield "budget.decay_tokens", f"{what}; set that, or leave this out"
+        # either would fix the same border a second time, in steps
+        for name in [each for each in ("num_decay_steps", "num_stable_steps") if each in keywords]:
+            yield (
+                "budget.decay_tokens",
+                f"and training.lr_scheduler_kwargs.{name} are both there; leave one out",
+            )
     yield from _check_steps("training.warmup_steps", training.warmup_steps)
     if kind not in others:
         known = {**KEYWORDS, PIECEWISE: {"points": POINTS}}[kind]
@@ -351,27 +363,6 @@ def check_schedule(
         parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
         what = f"is {decay} steps; with {parts} that is more than the run's {full_steps} steps: shorten them"
         yield "budget.decay_tokens" if budget.decay_tokens else key, what
-
-
-def _check_tokens(budget: Budget, training: Training) -> Wrong:
-    """What the budget says of the schedule in tokens, `training` does not say in steps."""
-    kind = training.lr_scheduler_type
-    if budget.warmup_tokens is not None:
-        if training.warmup_steps:
-            what = "and training.warmup_steps are both there; leave one out, or set training.warmup_steps=0"
-            yield "budget.warmup_tokens", what
-        if kind in WITHOUT_WARMUP:
-            what = f"is set, but training.lr_scheduler_type {kind} has no warm-up; write constant_with_warmup"
-            yield "budget.warmup_tokens", what
-    if budget.decay_tokens is not None:
-        if kind != DECAYING:
-            what = f"is for training.lr_scheduler_type {DECAYING}, and that is {kind}"
-            yield "budget.decay_tokens", f"{what}; set that, or leave this out"
-        # either would fix the same border a second time, in steps
-        for name in ("num_decay_steps", "num_stable_steps"):
-            if name in (training.lr_scheduler_kwargs or {}):
-                what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"
-                yield "budget.decay_tokens", what
 
 
 def check_judged(budget: Budget, training: Training, spikes: Spikes) -> Wrong:
