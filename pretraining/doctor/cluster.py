@@ -320,10 +320,11 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
             break
         left_out -= 1
         # Names of the store are new in every round: nobody reads the address of the round before.
-        meeting = _Meeting(PrefixStore(f"pairs/{number}", call.work_store), call.rank, address, on_gpu)
+        store = PrefixStore(f"pairs/{number}", call.work_store)
         ours = next((pair for pair in pairs if call.rank in pair), None)
         name = f"{PAIRS}, round {number + 1}"
-        answers = call.step(name, lambda m=meeting, p=ours: p and m.of(p), PAIR_SECONDS)
+        work = partial(_meet, store, call.rank, ours, address, on_gpu) if ours else lambda: None
+        answers = call.step(name, work, PAIR_SECONDS)
         for pair in pairs:
             if errors := [answers[rank].error for rank in pair if answers[rank].state == FAILED]:
                 failed[pair] = errors
@@ -386,65 +387,22 @@ def tournament(players: int) -> list[list[Pair]]:
     return rounds
 
 
-class _Meeting:
-    """Do one rank's part of one round."""
+def _meet(store: Store, rank: int, pair: Pair, address: str, on_gpu: bool) -> float:
+    """Do one rank's part of one round: meet the other of the pair; return the seconds of one byte there and back.
 
-    def __init__(self, store: Store, rank: int, address: str, on_gpu: bool):
-        self.store, self.rank, self.address, self.on_gpu = store, rank, address, on_gpu
-
-    def of(self, pair: Pair) -> float:
-        """Meet the other rank of the pair; return the seconds of one byte there and back.
-
-        `ConnectionError` says which way is closed.
-        """
-        seconds = self._connect(pair[1] if self.rank == pair[0] else pair[0])
-        self._reduce(pair, "gloo", "cpu")
-        if self.on_gpu:
-            self._reduce(pair, "nccl", "cuda")
-        return seconds
-
-    def _connect(self, other: int) -> float:
-        """Listen, and connect to the other's address: both ways, because a firewall may be open in only one."""
-        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
-        # port 0: the system chooses a free one
-        with closing(socket.create_server((self.address, 0), family=family)) as listener:
-            listener.settimeout(CONNECT_SECONDS)
-            self.store.set(f"listens/{self.rank}", f"{self.address} {listener.getsockname()[1]}")
-            host, port = self._wait_for(f"listens/{other}", CONNECT_SECONDS).split()
-            # Both report how it went before either leaves: else the other would blame its own way.
-            error = ""
-            try:
-                outward = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-            except OSError as refused:
-                error = f"cannot connect to {host} (TCP, port {port}): {refused}"
-            self.store.set(f"tried/{self.rank}", error)
-            if self._wait_for(f"tried/{other}", 2 * CONNECT_SECONDS) or error:
-                raise ConnectionError(error or "reaches the other, which does not reach this one")
-            with closing(outward), closing(listener.accept()[0]) as inward:
-                for connection in (outward, inward):
-                    connection.settimeout(CONNECT_SECONDS)
-                # one byte there and back; each side asks on its own connection and answers on the other
-                began = time.perf_counter()
-                outward.sendall(b"?")
-                inward.sendall(inward.recv(1))
-                outward.recv(1)
-                return time.perf_counter() - began
-
-    def _wait_for(self, key: str, seconds: float) -> str:
+    `ConnectionError` says which way is closed.
+    """
+    seconds = _connect(store, rank, pair[1] if rank == pair[0] else pair[0], address)
+    # process groups of the two, as the run makes one of all ranks, and a sum over each; NCCL's watchdog would abort the
+    # process at its limit: the roll call ends the step long before
+    nccl = [("nccl", "cuda", 10 * PAIR_SECONDS)] if on_gpu else []
+    for library, device, limit in [("gloo", "cpu", GLOO_SECONDS), *nccl]:
+        shared_store, patience = PrefixStore(library, store), timedelta(seconds=limit)
         try:
-            self.store.wait([key], timedelta(seconds=seconds))
-        except DistError as error:
-            raise ConnectionError(f"the other does not answer within {seconds:g} s") from error
-        return self.store.get(key).decode()
-
-    def _reduce(self, pair: Pair, library: str, device: str) -> None:
-        """Make a process group of the two, as the run makes one of all ranks, and sum over it."""
-        # NCCL's watchdog would abort the process at its limit; the roll call ends the step long before.
-        limit = timedelta(seconds=GLOO_SECONDS if library == "gloo" else 10 * PAIR_SECONDS)
-        store, rank = PrefixStore(library, self.store), pair.index(self.rank)
-        try:
-            dist.init_process_group(library, store=store, rank=rank, world_size=2, timeout=limit)
-            summed = torch.tensor(self.rank, device=device)
+            dist.init_process_group(
+                library, store=shared_store, rank=pair.index(rank), world_size=2, timeout=patience
+            )
+            summed = torch.tensor(rank, device=device)
             dist.all_reduce(summed)
             found = int(summed)
         except (RuntimeError, DistError) as error:
@@ -454,3 +412,40 @@ class _Meeting:
                 dist.destroy_process_group()
         if found != sum(pair):
             raise ConnectionError(f"{library} sums {sum(pair)} as {found}")
+    return seconds
+
+
+def _connect(store: Store, rank: int, other: int, address: str) -> float:
+    """Listen, and connect to the other's address: both ways, because a firewall may be open in only one."""
+
+    def wait_for(key: str, seconds: float) -> str:
+        try:
+            store.wait([key], timedelta(seconds=seconds))
+        except DistError as error:
+            raise ConnectionError(f"the other does not answer within {seconds:g} s") from error
+        return store.get(key).decode()
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # port 0: the system chooses a free one
+    with closing(socket.create_server((address, 0), family=family)) as listener:
+        listener.settimeout(CONNECT_SECONDS)
+        store.set(f"listens/{rank}", f"{address} {listener.getsockname()[1]}")
+        host, port = wait_for(f"listens/{other}", CONNECT_SECONDS).split()
+        # Both report how it went before either leaves: else the other would blame its own way.
+        error = ""
+        try:
+            outward = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
+        except OSError as refused:
+            error = f"cannot connect to {host} (TCP, port {port}): {refused}"
+        store.set(f"tried/{rank}", error)
+        if wait_for(f"tried/{other}", 2 * CONNECT_SECONDS) or error:
+            raise ConnectionError(error or "reaches the other, which does not reach this one")
+        with closing(outward), closing(listener.accept()[0]) as inward:
+            for connection in (outward, inward):
+                connection.settimeout(CONNECT_SECONDS)
+            # one byte there and back; each side asks on its own connection and answers on the other
+            began = time.perf_counter()
+            outward.sendall(b"?")
+            inward.sendall(inward.recv(1))
+            outward.recv(1)
+            return time.perf_counter() - began

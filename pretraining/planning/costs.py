@@ -390,7 +390,26 @@ class CostVerb:
             rows.append((f"at {price['provider']}", f"{dollars(price['dollars'])} ({of_hour}; {where})"))
         if not cost["prices"]:
             rows.append(("dollars", "no price known: give --price, or add one to tables/prices.json"))
-        return facts(rows + (_step_rows(step) if step else []))
+        if step is None:
+            return facts(rows)
+        time, saved = step["time"], step["checkpoints"]
+        seconds, products = time["communication_seconds"], time["compute_seconds"]
+        links = f"{seconds / products:.0%} of the products' time"
+        # messages that take longer than the products cannot be hidden behind them
+        if seconds > products:
+            links = f"more than the products' {duration(products)}: larger micro-batches with less accumulation, hpZ "
+            links += "or model parallelism would help"
+        sent = f"{num_bytes(step['sent_bytes_per_gpu'])}, {duration(seconds)} at the links' peak, {links}"
+        rows += [
+            ("step", f"{duration(step['seconds'])}, bound by {time['bound_by']}"),
+            ("sent per GPU and step", sent),
+            ("data loaders", f"{num_bytes(step['loader_bytes_per_second'])}/s for all ranks"),
+        ]
+        if saved:
+            spacing = f"every {duration(saved['every_seconds'])}{write_words(saved)}"
+            written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
+            rows += [("checkpoints", written), ("failures", failure_words(saved))]
+        return facts([*rows, ("disk", disk_words(step["disk"], saved["kept"] if saved else 0))])
 
 
 def estimated(speed: dict, form: str) -> str:
@@ -440,24 +459,3 @@ def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
     names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
     parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
     return f"{num_bytes(sum(disk.values()))}: {parts}"
-
-
-def _step_rows(step: dict) -> list[tuple[str, str]]:
-    time, saved = step["time"], step["checkpoints"]
-    seconds, products = time["communication_seconds"], time["compute_seconds"]
-    links = f"{seconds / products:.0%} of the products' time"
-    # messages that take longer than the products cannot be hidden behind them
-    if seconds > products:
-        links = f"more than the products' {duration(products)}: larger micro-batches with less accumulation, hpZ or "
-        links += "model parallelism would help"
-    sent = f"{num_bytes(step['sent_bytes_per_gpu'])}, {duration(seconds)} at the links' peak, {links}"
-    rows = [
-        ("step", f"{duration(step['seconds'])}, bound by {time['bound_by']}"),
-        ("sent per GPU and step", sent),
-        ("data loaders", f"{num_bytes(step['loader_bytes_per_second'])}/s for all ranks"),
-    ]
-    if saved:
-        spacing = f"every {duration(saved['every_seconds'])}{write_words(saved)}"
-        written = f"{num_bytes(saved['bytes'])} each, {saved['written']:,} written, {spacing}"
-        rows += [("checkpoints", written), ("failures", failure_words(saved))]
-    return [*rows, ("disk", disk_words(step["disk"], saved["kept"] if saved else 0))]

@@ -144,8 +144,15 @@ def activations(given: Pass) -> Activations:
     met = ranks_met(widths.experts, widths.chosen_experts, degrees.expert)
     tables = INDEX * (3 * met + 2 * widths.chosen_experts + 1) if degrees.expert > 1 else 0
     again = given.recomputed(widths.layers)
-    # of a recomputed layer: results of products, and of these the ones that its backward pass reads anyway
-    products, read_anyway = _products(given, shape, widths) if given.keeps_products else (0, 0)
+    products = read_anyway = 0.0
+    if given.keeps_products:
+        # of a recomputed dense layer: results of products and attention, and of these the ones that its backward pass
+        # reads anyway: no backward pass reads the two products that are added to the residual stream
+        halves, width = 1 if shape["model_type"] == "gpt2" else 2, precision.compute
+        read_anyway = width * (widths.queries + 2 * widths.keys + halves * widths.inner)
+        # eager attention multiplies in batches, which are computed again
+        read_anyway += 0.0 if given.is_eager else width * widths.queries + FP32 * widths.heads
+        products = read_anyway + 2 * width * widths.hidden
     kept = sum(boundary + products if redo else size for redo, size in zip(again, by_layer, strict=True))
     kept += widths.layers * tables
     outside = _norm(shape, widths.hidden, precision) + precision.compute * widths.hidden + TOKEN_INPUT_BYTES
@@ -268,18 +275,6 @@ def _at(found: list[int], lengths: list[int], rows: int, length: int) -> tuple[f
     bend = ((own[2] - own[1]) / (third - second) - slope) / (third - first)
     of_row = own[0] + (length - first) * (slope + bend * (length - second))
     return fixed, rows * of_row + more * length
-
-
-def _products(given: Pass, shape: dict, widths: Widths) -> tuple[float, float]:
-    """Return the bytes of what products and attention of a dense layer give for a token, and how many are read again.
-
-    No backward pass reads the two products that are added to the residual stream.
-    """
-    halves, width = 1 if shape["model_type"] == "gpt2" else 2, given.precision.compute
-    # eager attention multiplies in batches, which are computed again
-    kernel = 0.0 if given.is_eager else width * widths.queries + FP32 * widths.heads
-    read = width * (widths.queries + 2 * widths.keys + halves * widths.inner) + kernel
-    return read + 2 * width * widths.hidden, read
 
 
 def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> float:
