@@ -73,15 +73,10 @@ def check_plan(setup: Setup, machine: Machine) -> Verdict:
         # its speed in that precision is not known; its memory is, and still counts
         machine = replace(machine, gpu=None)
     case = _Case(setup, machine)
-    refusals = [rule(case) for rule in (_memory, _host, _disk, _gradients, _borders)]
-    gpu = case.machine.gpu
-    # as `check_speed` does at the start
-    if setup.recipe.speed.fp8 != "none" and gpu and not gpu.architecture.startswith(("Hopper", "Blackwell")):
-        what = f"speed.fp8 needs Hopper or later, and {gpu.name} is of {gpu.architecture}"
-        refusals.append(Objection(what, "--set speed.fp8=none"))
+    refusals = [_memory(case), *_other_refusals(case)]
     # these remedies change the curve, which a run that continues may not
     warnings += [] if machine.continues else _curve_warnings(case)
-    warnings += [*_save_warnings(case), _placement(case), _links(case), _experts(case)]
+    warnings += [*_save_warnings(case), _placement(case), _links(case)]
     warnings += [*_way_warnings(case), _checkpointing(case), _snapshot(case)]
     return Verdict([each for each in refusals if each], [each for each in warnings if each])
 
@@ -140,46 +135,44 @@ def _memory(case: _Case) -> Objection | None:
     return Objection(what, f"this fits ({num_bytes(fit.need.total)}): {fit.arguments}")
 
 
-def _host(case: _Case) -> Objection | None:
-    """Refuse a run on GPUs if host memory cannot hold what is offloaded to it or built in it."""
+def _other_refusals(case: _Case) -> Iterator[Objection]:
+    """Refuse what host memory or the disk cannot hold, gradients that are overwritten, and kernels that stop."""
     ranks, there = case.machine.ranks_per_host, case.machine.host_memory_bytes
+    on_processor, gpu = case.machine.trains_on_processor, case.machine.gpu
     # without what a process is assumed to take: an assumption must not refuse a run
     needed = ranks * case.need.host_counted
-    if there is None or case.machine.trains_on_processor or needed <= there:
-        return None
-    what = f"{ranks} ranks keep {num_bytes(needed)} in host memory, the machine has {num_bytes(there)}"
-    if case.need.state and case.need.state.host:
-        return Objection(what, "more GPUs share the offloaded states, or use --deepspeed zero3_nvme")
-    return Objection(what, "build the weights sharded: --deepspeed zero3")
-
-
-def _disk(case: _Case) -> Objection | None:
+    if there is not None and not on_processor and needed > there:
+        what = f"{ranks} ranks keep {num_bytes(needed)} in host memory, the machine has {num_bytes(there)}"
+        remedy = "build the weights sharded: --deepspeed zero3"
+        if case.need.state and case.need.state.host:
+            remedy = "more GPUs share the offloaded states, or use --deepspeed zero3_nvme"
+        yield Objection(what, remedy)
     plan, room = case.plan, case.machine.disk_room_bytes
-    if room is None or plan.checkpoint_disk_bytes <= room:
-        return None
-    kept = f"{plan.checkpoints_kept} checkpoint" + ("s" if plan.checkpoints_kept > 1 else "")
-    what = f"{kept} and one being written need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
-    what = f"{what}, there is room for {num_bytes(room)}"
-    for fewer in range(plan.checkpoints_kept - 1, 0, -1):
-        recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=fewer))
-        if build_run_plan(replace(case.setup, recipe=recipe)).checkpoint_disk_bytes <= room:
-            return Objection(what, f"keep fewer: --set checkpoints.keep_last={fewer}")
-    return Objection(what, "fewer do not fit either: give --output_dir on a larger disk")
-
-
-def _gradients(case: _Case) -> Objection | None:
-    """Refuse a gradient that GPUs may overwrite before it is reduced (`states.unprotected_gradient`)."""
-    if case.machine.trains_on_processor:
-        return None
+    if room is not None and plan.checkpoint_disk_bytes > room:
+        kept = f"{plan.checkpoints_kept} checkpoint" + ("s" if plan.checkpoints_kept > 1 else "")
+        what = f"{kept} and one being written need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
+        remedy = "fewer do not fit either: give --output_dir on a larger disk"
+        for fewer in range(plan.checkpoints_kept - 1, 0, -1):
+            recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=fewer))
+            if build_run_plan(replace(case.setup, recipe=recipe)).checkpoint_disk_bytes <= room:
+                remedy = f"keep fewer: --set checkpoints.keep_last={fewer}"
+                break
+        yield Objection(f"{what}, there is room for {num_bytes(room)}", remedy)
+    # a gradient that GPUs may overwrite before it is reduced
     width = value_of(case.recipe.model, "hidden_size")
     tensor = unprotected_gradient(case.ds_config, case.setup.families, width)
-    if tensor is None:
-        return None
-    place = "" if tensor.layer is None else f" of layer {tensor.layer}"
-    what = f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size"
-    why = "frees its gradient while it is still being reduced, and nothing would say that it is wrong"
-    what = f"{what}: with overlap_comm ZeRO-2 {why}"
-    return Objection(what, f"{_larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
+    if tensor is not None and not on_processor:
+        place = "" if tensor.layer is None else f" of layer {tensor.layer}"
+        what = f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size"
+        why = "frees its gradient while it is still being reduced, and nothing would say that it is wrong"
+        what = f"{what}: with overlap_comm ZeRO-2 {why}"
+        yield Objection(what, f"{_larger_buckets(case, tensor.numel)}, or --deepspeed zero1")
+    if between_borders := _borders(case):
+        yield between_borders
+    # as `check_speed` does at the start
+    if case.recipe.speed.fp8 != "none" and gpu and not gpu.architecture.startswith(("Hopper", "Blackwell")):
+        what = f"speed.fp8 needs Hopper or later, and {gpu.name} is of {gpu.architecture}"
+        yield Objection(what, "--set speed.fp8=none")
 
 
 def _placement(case: _Case) -> Objection | None:
@@ -309,21 +302,6 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
         yield Objection(what, f"--set training.save_steps={saved.best_every_steps}")
 
 
-def _experts(case: _Case) -> Objection | None:
-    """Warn about experts that are multiplied one after another."""
-    precision = case.setup.precision
-    experts = any(tensor.kind == ROUTER for tensor in parameter_tensors(case.recipe.model))
-    # grouped products need bf16 weights; autocast does not help (transformers 5.24, integrations/moe.py `_grouped_mm`)
-    if case.limit is None or not experts or (precision.name == "bf16" and not precision.is_autocast):
-        return None
-    weights = "fp32" if precision.is_autocast else precision.name
-    what = f"weights of experts in {weights} are multiplied one expert after another, and every layer waits for the GPU"
-    if precision.name == "bf16":
-        return Objection(what, "--deepspeed zero1, which keeps them in bf16")
-    # this remedy changes the precision, and with it the curve
-    return None if case.machine.continues else Objection(what, "--set training.bf16=true --deepspeed zero1")
-
-
 def _borders(case: _Case) -> Objection | None:
     """Refuse experts whose weights or rows begin between borders of 16 bytes: torch's grouped product stops there.
 
@@ -355,8 +333,24 @@ def _borders(case: _Case) -> Objection | None:
 
 
 def _way_warnings(case: _Case) -> Iterator[Objection]:
-    """Warn about a batch, a ZeRO stage, offload and buckets that slow every step and are not needed."""
-    recipe, config, on_gpus = case.recipe, case.ds_config, case.limit is not None
+    """Warn about what slows every step and is not needed: experts one by one, a batch, a stage, offload, buckets."""
+    recipe, config, on_gpus, precision = (
+        case.recipe,
+        case.ds_config,
+        case.limit is not None,
+        case.setup.precision,
+    )
+    has_router = any(tensor.kind == ROUTER for tensor in parameter_tensors(recipe.model))
+    # grouped products need bf16 weights; autocast does not help (transformers 5.24, integrations/moe.py `_grouped_mm`)
+    if on_gpus and has_router and (precision.name != "bf16" or precision.is_autocast):
+        weights = "fp32" if precision.is_autocast else precision.name
+        what = f"weights of experts in {weights} are multiplied one expert after another, "
+        what += "and every layer waits for the GPU"
+        if precision.name == "bf16":
+            yield Objection(what, "--deepspeed zero1, which keeps them in bf16")
+        # this remedy changes the precision, and with it the curve
+        elif not case.machine.continues:
+            yield Objection(what, "--set training.bf16=true --deepspeed zero1")
     if recipe.micro_batch <= 1 and case.setup.accumulation <= 1:
         what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
         yield Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")

@@ -348,6 +348,13 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     spent = sum(step["kernel_seconds"].values())
     kernels = sorted(step["kernel_seconds"].items(), key=lambda part: -part[1])
     kernels = [f"{name} {part / spent:.0%}" for name, part in kernels if part >= 0.005 * spent]
+    # what each GPU sends in a step, where to, and how long that takes at the links' peak
+    messages = []
+    for each in step["messages"]:
+        sizes = (("inside a node", each["inside_bytes"]), ("between nodes", each["across_bytes"]))
+        where = " and ".join(f"{num_bytes(size)} {words}" for words, size in sizes if size)
+        ranks = several(each["ranks"], "rank")
+        messages.append(f"{each['name']} of {ranks} {where} ({duration(each['seconds'])})")
     # of a plan that fits, if it loses enough to failures and saves
     fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
     is_notable = fits and saved is not None and saved["lost_share"] > LEAST_LOST
@@ -370,24 +377,13 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ("kernels", ", ".join(kernels)),
         ("", KERNELS),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
-        *([("messages", _message_words(step["messages"]))] if answer["layout"] else []),
+        *([("messages", "; ".join(messages))] if answer["layout"] else []),
         ("money", money),
         ("energy", energy_words(cost)),
         ("disk", f"{disk}{cadence}"),
         *([("failures", failure_words(saved))] if is_notable else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
-
-
-def _message_words(messages: list[dict]) -> str:
-    """Write what each GPU sends in a step, where to, and how long that takes at the links' peak."""
-    parts = []
-    for message in messages:
-        sizes = (("inside a node", message["inside_bytes"]), ("between nodes", message["across_bytes"]))
-        where = " and ".join(f"{num_bytes(size)} {words}" for words, size in sizes if size)
-        ranks = several(message["ranks"], "rank")
-        parts.append(f"{message['name']} of {ranks} {where} ({duration(message['seconds'])})")
-    return "; ".join(parts)
 
 
 def world_sizes(setup: Setup, gpu: Gpu | None) -> str:

@@ -110,7 +110,11 @@ def why_not(model: dict, ability: str) -> str | None:
     its first use, with this section's other keys.
     """
     kind = model["model_type"]
-    found = _json_of(MEASURED)["types"].get(kind, {}) if model_extension(kind) is None else _measured(model)
+    if own := model_extension(kind):
+        # abilities.json has it for the classes of the recipes here, as long as their modules stay as they are
+        found = _json_of(MEASURED)["own"].get(own.digest) or measured_by_itself(model)
+    else:
+        found = _json_of(MEASURED)["types"].get(kind, {})
     if ability not in found:
         return f"was not measured for {kind}"
     # the type may do so with or without a cap, and was measured without
@@ -129,20 +133,11 @@ def why_not_apart(model: dict, attention: str | None) -> str | None:
     return why_not(model, f"apart {alike.get(attention, attention)}")
 
 
-def _measured(model: dict) -> dict[str, str | None]:
-    """Return what a class of the user's own can do, with few layers, words and positions.
+def measured_by_itself(model: dict) -> dict[str, str | None]:
+    """Measure a class of the user's own, with few layers, words and positions, in a process; keep the answer here.
 
-    abilities.json has the answer for the classes of the recipes here, as long as their modules stay as they are.
     `UserError` if its module does not run.
     """
-    own = model_extension(model["model_type"])
-    if own and (kept := _json_of(MEASURED)["own"].get(own.digest)):
-        return kept
-    return measured_by_itself(model)
-
-
-def measured_by_itself(model: dict) -> dict[str, str | None]:
-    """Measure a class of the user's own in a process of its own, and keep the answer on this machine."""
     sizes = {"vocab_size": 96, "max_position_embeddings": 32}
     if not any(isinstance(value, list) for value in model.values()):  # which may have an entry for each layer
         sizes["num_hidden_layers"] = 2

@@ -435,7 +435,11 @@ def _check_sequence(recipe: Recipe, model: Model, ds_config: dict, degrees: Degr
     if recipe.monitors.noise_scale_steps:
         what = "does not go with split sequences: a rank's gradient is not that of whole sequences"
         yield "monitors.noise_scale_steps", f"{what}; set it to null"
-    if key := _key_of_windows(model):
+    # a type without the switch has windows as soon as it has their size
+    looks_back = model.get("sliding_window") and model.get("use_sliding_window", True)
+    by_size = model.is_exact or "layer_types" not in properties_of(model)
+    if looks_back and (by_size or {*(model.get("layer_types") or ("unknown",))} != {"full_attention"}):
+        key = "sliding_window" if by_size else "layer_types"
         what = "means windows, and split sequences are attended to without a mask, which these need"
         remedy = '"full_attention" for every layer' if key == "layer_types" else "null"
         yield f"model.{key}", f"{what}; set it to {remedy}"
@@ -450,17 +454,6 @@ def _check_sequence(recipe: Recipe, model: Model, ds_config: dict, degrees: Degr
     if size % key_value_heads:
         counts[f"key-value heads{of_rank}"] = key_value_heads
     _refuse_uneven(name, size, counts)
-
-
-def _key_of_windows(model: Model) -> str | None:
-    """Return the key by which layers look back over a window alone; None if none does."""
-    # a type without the switch has windows as soon as it has their size
-    if not (model.get("sliding_window") and model.get("use_sliding_window", True)):
-        return None
-    if model.is_exact or "layer_types" not in properties_of(model):
-        return "sliding_window"
-    is_whole = set(model.get("layer_types") or ("unknown",)) == {"full_attention"}
-    return None if is_whole else "layer_types"
 
 
 def _check_expert(recipe: Recipe, model: Model, ds_config: dict, degrees: Degrees, name: str) -> Wrong:
