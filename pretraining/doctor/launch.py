@@ -16,7 +16,6 @@ from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.gpus import Gpus, torch_build
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
-from pretraining.planning.costs import forecast
 from pretraining.planning.gate import check_plan
 from pretraining.planning.memory.activations import compiles_loss
 from pretraining.planning.memory.need import MemoryNeed, memory_need
@@ -108,15 +107,6 @@ class Launch:
             return bool(self.data_folder and read_manifest(self.data_folder))
         except (UserError, OSError):  # it is damaged or cannot be read, as the check of the data says
             return True
-
-    @property
-    def save_seconds(self) -> float | None:
-        """Forecast the seconds of training between two checkpoints; None if this machine's speed is not known."""
-        gpu = self.gpus.known
-        if not (self.recipe and gpu and self.recipe.training.product_precision in gpu.dense_peak_flops):
-            return None
-        step = forecast(Setup(self.recipe, self.ds_config, self.world_size), gpu).step
-        return step.checkpoints.every_seconds if step.checkpoints else None
 
 
 def plan_launch(options: Namespace, gpus: Gpus) -> tuple[Launch, list[Finding]]:
@@ -219,20 +209,20 @@ def check_software(launch: Launch) -> Iterator[Finding]:
     if not missing and not other:
         yield Finding("packages", FINE, f"the {len(tested)} of requirements.txt, as tested")
     # what the recipe needs beyond them is looked for and not imported: some take seconds
-    lacking = [needed for needed in needs_of(launch) if find_spec(needed.module) is None]
+    lacking = [each for each in needs_of(launch) if find_spec(each.module) is None]
     files = sorted(REPOSITORY.glob("requirements*.txt")) if lacking else ()
     known = {name: pin for file in files for name, pin in pins(file).items()}
-    for needed in lacking:
-        name = needed.distribution or needed.module
+    for each in lacking:
+        name = each.distribution or each.module
         command = f"pip install {name}{f'=={known[name]}' if name in known else ''}"
-        if needed.module in FLASH_ATTENTION.values():
+        if each.module in FLASH_ATTENTION.values():
             command = "--set model.attn_implementation=sdpa"
-            if needed.module == "flash_attn":  # the third version is built from its repository alone
+            if each.module == "flash_attn":  # the third version is built from its repository alone
                 # compiled for one architecture, which the command in that file names
                 text = (REPOSITORY / "requirements-gpu.txt").read_text(encoding="utf-8")
                 command = f"{re.search(r'FLASH_ATTN_CUDA_ARCHS=.*pip install .*', text)[0]}, or {command}"
-        what = f"{needed.purpose} needs {name}, which is not installed"
-        yield Finding("packages", needed.verdict, what, command)
+        what = f"{each.purpose} needs {name}, which is not installed"
+        yield Finding("packages", each.verdict, what, command)
     yield from _compilers(launch)
 
 

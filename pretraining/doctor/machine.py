@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch
+from pretraining.planning.costs import forecast
 from pretraining.planning.gate import check_plan
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine
@@ -242,7 +243,11 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
     what, values = f"one process writes {num_bytes(speed)}/s to {folder}", {"disk_bytes_per_second": speed}
     remedy = ""
     if launch.plan is not None and launch.plan.checkpoint_bytes:
-        seconds, every = launch.plan.checkpoint_bytes / speed, launch.save_seconds
+        seconds, every, gpu = launch.plan.checkpoint_bytes / speed, None, launch.gpus.known
+        # training between two checkpoints; None if this machine's speed is not known
+        if gpu and launch.recipe.training.product_precision in gpu.dense_peak_flops:
+            saved = forecast(setup, gpu).step.checkpoints
+            every = saved.every_seconds if saved else None
         what += f": {duration(seconds)} for a checkpoint of {num_bytes(launch.plan.checkpoint_bytes)}"
         what += "" if every is None else f" every {duration(every)}"
         if seconds > (SLOW_SAVE_SECONDS if every is None else SLOW_SAVE_SHARE * every):

@@ -8,8 +8,7 @@ own, so that the curve is another one.
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from dataclasses import asdict, astuple, dataclass, replace
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
@@ -54,7 +53,8 @@ COLUMNS = (
 )
 
 
-class Division(NamedTuple):
+@dataclass(frozen=True)
+class Division:
     """How many GPUs each part of the work is divided over."""
 
     data: int = 1
@@ -77,16 +77,10 @@ class LayoutMemory:
     """All of them, with the allocator's and the framework's reserve."""
 
 
-@dataclass(frozen=True)
-class ParallelLayout:
+@dataclass(frozen=True, kw_only=True)
+class ParallelLayout(Division):
     """One way to split a model over data x tensor x pipeline x context GPUs."""
 
-    data: int
-    tensor: int
-    pipeline: int
-    context: int
-    micro_batch: int
-    """Sequences per pipeline and pass."""
     microbatches: int
     """Per pipeline and optimizer step."""
     recompute: bool
@@ -181,7 +175,7 @@ def _divisions(cluster: Cluster) -> Iterator[Division]:
 
 def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
     """Return the layout of a division that divides the model, the step and the GPUs."""
-    data, tensor, pipeline, context, micro_batch = division
+    data, tensor, pipeline, context, micro_batch = astuple(division)
     size, gpu, widths = model_size(cluster.model), cluster.gpu, widths_of(cluster.model)
     microbatches, layers = cluster.sequences // (data * micro_batch), widths.layers // pipeline
     # per GPU and pass: context parallelism splits each sequence
@@ -220,7 +214,7 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     pipeline_seconds = passes * pipeline_bytes / link(cluster.num_gpus)
     data_seconds = data_bytes / link(shards * tensor)
     return ParallelLayout(
-        **division._asdict(),
+        **asdict(division),
         microbatches=microbatches,
         recompute=recompute,
         layers_per_stage=layers,
@@ -237,7 +231,7 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
 
 def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> LayoutMemory:
     """Return memory of the fullest GPU in bytes: the model states, the activations and the logits."""
-    data, tensor, pipeline, context, micro_batch = division
+    data, tensor, pipeline, context, micro_batch = astuple(division)
     size, widths = model_size(cluster.model), widths_of(cluster.model)
     tokens = micro_batch * cluster.sequence_length / context
     # the first stage holds the embedding, the last one the head: of the fuller end, its layers and a table
