@@ -8,6 +8,7 @@ import pytest
 
 from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
+from pretraining.planning.__main__ import main
 from pretraining.planning.constants import table
 from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
@@ -256,8 +257,13 @@ def test_the_frontier_is_the_minimum_of_the_loss():
     assert laws.with_inference(law, losses[2], 1e-3).parameters == pytest.approx(best.parameters, rel=1e-3)
 
 
-def test_batch_and_learning_rate_hints():
+def test_batch_and_learning_rate_hints(capsys):
     """Li et al. 2025 and McCandlish et al. 2018: at the critical batch twice the tokens, twice the steps."""
+    main(["chinchilla", "--parameters", "7b", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    answer["hints"]["Step Law"]["batch_tokens"] = answer["critical_batch_tokens"]
+    text = " ".join(laws.ChinchillaVerb().as_text(answer).split())
+    assert text.count("(2.00 x tokens and 2.00 x steps)") == 1
     rates = [laws.hints(size, 1e11, 1e20)["Step Law"]["learning_rate"] for size in (1e9, 8e9)]
     assert rates[0] == pytest.approx(1.79 * 1e9**-0.713 * 1e11**0.307) and rates[0] > rates[1]
 
