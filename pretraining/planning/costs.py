@@ -223,7 +223,10 @@ class RunForecast:
     expected: Utilization | None
     """The same at rates of the model's own shapes; None without a recipe, or if `utilization` was given or measured."""
     tokens_per_second: float
+    expected_seconds: float
+    """Of the whole run at its expected MFU, else at the estimate."""
     cost: Cost
+    """Of `expected_seconds`."""
     scaling: dict | None
     """The assumption about several nodes; None if all GPUs are in one."""
     step: StepForecast | None
@@ -267,7 +270,7 @@ def forecast(
         used = expected_utilization(gpu, int(setup.parameters), recomputation=8 / 6)
         used = Utilization(mfu, "given", assumed=False) if mfu else used
         at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
-        rate = at_peak * used.mfu
+        rate = expected_rate = at_peak * used.mfu
     else:
         recipe, flops = setup.recipe, setup.flops.training
         precision = precision or recipe.training.product_precision
@@ -282,12 +285,12 @@ def forecast(
             time = replace(time, compute_seconds=seconds)
         # a measured or given utilization includes the messages already, an assumed one does not
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
+        expected_rate = rate
         if time.expected_seconds:
             day = time.expected_measured_on
             how = "rates for its width, heads and length" + (f", measured here on {day}" if day else "")
-            expected = Utilization(
-                recipe.tokens_per_step / time.expected_seconds / at_peak, how, assumed=not day
-            )
+            expected_rate = recipe.tokens_per_step / time.expected_seconds
+            expected = Utilization(expected_rate / at_peak, how, assumed=not day)
         plan, seconds = build_run_plan(setup), recipe.tokens_per_step / rate
         step = StepForecast(
             seconds=seconds,
@@ -297,6 +300,7 @@ def forecast(
             checkpoints=cost_of_checkpoints(plan, seconds, gpu),
             disk=plan.disk,
         )
+    expected_seconds = setup.tokens / expected_rate
     return RunForecast(
         name=setup.name,
         parameters=setup.parameters,
@@ -310,7 +314,8 @@ def forecast(
         mfu=rate / at_peak,
         expected=expected,
         tokens_per_second=rate,
-        cost=run_cost(gpu, num_gpus * (setup.tokens / rate) / SECONDS_PER_HOUR, price),
+        expected_seconds=expected_seconds,
+        cost=run_cost(gpu, num_gpus * expected_seconds / SECONDS_PER_HOUR, price),
         scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
         step=step,
     )
@@ -380,7 +385,7 @@ class CostVerb:
             ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
             ("time", f"{duration(answer['seconds'])}, {estimated(answer, '{}, ')}{NOT_COUNTED}"),
             *scaling_rows(answer["scaling"]),
-            ("GPU-hours", hours(cost["gpu_hours"])),
+            ("GPU-hours", hours(cost["gpu_hours"]) + expected_word(answer)),
             ("energy", energy_words(cost)),
         ]
         # a row for every known price, the cheapest first; a price of the user's own has no date
@@ -431,19 +436,22 @@ def mfu_words(answer: dict) -> str:
     return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) {less}"
 
 
-def seconds_and_dollars(answer: dict) -> tuple[float, float | None]:
-    """Return what a run takes and costs at its expected MFU, else at the estimate; None dollars without a price."""
-    slower = answer["mfu"] / answer["expected"]["mfu"] if answer["expected"] else 1.0
-    prices = [price["dollars"] for price in answer["cost"]["prices"]]
-    return slower * answer["seconds"], slower * min(prices) if prices else None
+def expected_word(answer: dict) -> str:
+    """Write that a time is the expected one; nothing if there is only the estimate."""
+    return " expected" if answer["expected"] else ""
+
+
+def least_dollars(cost: dict) -> float | None:
+    """Return what a run costs at the cheapest known price; None without one."""
+    return min((price["dollars"] for price in cost["prices"]), default=None)
 
 
 def expected_rows(answer: dict) -> list[tuple[str, str]]:
     """Write what to expect beside an estimate that has one rate for all shapes."""
     if not (expected := answer["expected"]):
         return []
-    seconds, cost = seconds_and_dollars(answer)
-    time = duration(seconds) + ("" if cost is None else f", {dollars(cost)}")
+    cost = least_dollars(answer["cost"])
+    time = duration(answer["expected_seconds"]) + ("" if cost is None else f", {dollars(cost)}")
     return [("expected", f"MFU {expected['mfu']:.0%}: {time}, by {expected['source']}")]
 
 

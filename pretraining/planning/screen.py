@@ -14,11 +14,12 @@ from pretraining.planning.costs import (
     energy_words,
     estimated,
     expected_rows,
+    expected_word,
     failure_words,
     forecast,
+    least_dollars,
     mfu_words,
     scaling_rows,
-    seconds_and_dollars,
     write_words,
 )
 from pretraining.planning.gate import check_plan
@@ -179,8 +180,7 @@ def in_short(answer: dict) -> str:
         return f"{memory}; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     # what a first run should show: the estimate below it is that of wide kernels
-    seconds, cost = seconds_and_dollars(speed)
-    time = duration(seconds) + (" expected" if speed["expected"] else "")
+    cost, time = least_dollars(speed["cost"]), duration(speed["expected_seconds"]) + expected_word(speed)
     costs = "no price known" if cost is None else dollars(cost)
     return f"{fits}; {time}, {costs}{estimated(speed, ' ({})')}; {disk}"
 
@@ -216,10 +216,13 @@ def plan_line(plan: RunPlan, left: float = 1.0) -> str:
         speed = forecast(plan.setup, machine.gpu)
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
-        prices = [price["dollars"] for price in speed.cost.prices]
+        speed = speed.to_dict()
+        cost, lasts = least_dollars(speed["cost"]), duration(left * speed["expected_seconds"])
         parts += [f"{duration(left * foreseen['training_seconds'])}{rest} at {rate}"]
-        parts += [dollars(left * min(prices))] if prices else []
-        parts[-1] += estimated(speed.to_dict(), " ({})")
+        paid = [] if cost is None else [dollars(left * cost)]
+        paid += [f"{lasts} expected"] if speed["expected"] else []
+        parts += [" for the ".join(paid)] if paid else []
+        parts[-1] += estimated(speed, " ({})")
     return ", ".join([*parts, f"{num_bytes(plan.disk_bytes)} of disk"])
 
 
@@ -358,7 +361,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     # of a plan that fits, if it loses enough to failures and saves
     fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
     is_notable = fits and saved is not None and saved["lost_share"] > LEAST_LOST
-    money = f"{hours(cost['gpu_hours'])} GPU-hours"
+    money = f"{hours(cost['gpu_hours'])} GPU-hours{expected_word(speed)}"
     # the cheapest ones: prices are sorted
     prices = [
         f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
@@ -397,7 +400,7 @@ def world_sizes(setup: Setup, gpu: Gpu | None) -> str:
     columns = [Column("GPUs", "GPUs", ","), Column("accumulation", "accumulation", ",")]
     columns.append(Column("memory of each", "memory", num_bytes))
     if gpu:
-        columns += [Column("fits", "fits"), Column("time", "seconds", duration)]
+        columns += [Column("fits", "fits"), Column("expected time", "seconds", duration)]
         columns.append(Column("GPU-hours", "GPU-hours", hours))
     rows = []
     for size in sizes:
@@ -406,7 +409,7 @@ def world_sizes(setup: Setup, gpu: Gpu | None) -> str:
         rows.append({"GPUs": size, "accumulation": case.accumulation, "memory": need})
         if gpu:
             speed = forecast(case, gpu)
-            rows[-1] |= {"seconds": speed.seconds, "GPU-hours": speed.cost.gpu_hours}
+            rows[-1] |= {"seconds": speed.expected_seconds, "GPU-hours": speed.cost.gpu_hours}
             rows[-1]["fits"] = "yes" if need <= gpu.memory_bytes else "no"
     text = write_table(columns, rows, left=0)
     # the note concerns rows with more than one node only

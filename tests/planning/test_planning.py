@@ -7,11 +7,13 @@ from fractions import Fraction
 import pytest
 
 from pretraining.ds_config import ds_config_names, load_ds_config
+from pretraining.planning.costs import CostVerb
+from pretraining.planning.gate import judge_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.states import model_state, state_of
-from pretraining.planning.quantities import num_bytes
-from pretraining.planning.run_plan import build_run_plan, checkpoints_written
-from pretraining.planning.screen import as_text, full_plan, world_sizes
+from pretraining.planning.quantities import dollars, duration, hours, num_bytes
+from pretraining.planning.run_plan import Machine, build_run_plan, checkpoints_written
+from pretraining.planning.screen import as_text, full_plan, plan_line, world_sizes
 from pretraining.planning.setup import Family, Setup
 from pretraining.planning.shapes import HIDDEN, Tensor
 from pretraining.planning.sizes import model_size
@@ -201,8 +203,8 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
     )
     for label in labels:
         assert any(line.startswith(f"{label} ") for line in text.splitlines()), label
-    hours = answer["forecast"]["cost"]["gpu_hours"]
-    assert hours == pytest.approx(8 * answer["tokens"] / answer["forecast"]["tokens_per_second"] / 3600)
+    paid = answer["forecast"]["cost"]["gpu_hours"]
+    assert paid == pytest.approx(8 * answer["forecast"]["expected_seconds"] / 3600)
     # one line below the shares of kernels, of words that anybody knows
     lines = text.splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("kernels"))
@@ -215,6 +217,25 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
     assert "estimated from assumed rates" in (REPOSITORY / "README.md").read_text(encoding="utf-8")
     bare = as_text(full_plan(setup("30b", 8), None))
     assert "give --gpu NAME" in bare and "H200" in bare and "A100-40GB" not in bare
+
+
+def test_one_plan_has_one_price():
+    """The first line, `expected`, `money`, the table of GPUs and the cost verb count the same hours."""
+    case, gpu = setup("124m", 8), find_gpu("H100")
+    answer = full_plan(case, gpu)
+    speed, text = answer["forecast"], as_text(answer)
+    assert speed["expected_seconds"] > 1.2 * speed["seconds"], "the test tests nothing"
+    price, paid = dollars(speed["cost"]["prices"][0]["dollars"]), hours(speed["cost"]["gpu_hours"])
+    rows = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert all(price in rows[label] for label in ("in short", "expected", "money"))
+    assert f"{paid} GPU-hours expected" in rows["money"]
+    lasts = duration(speed["expected_seconds"])
+    assert all(lasts in rows[label] for label in ("in short", "expected"))
+    of_eight = world_sizes(case, gpu).splitlines()[4]
+    assert of_eight.split()[0] == "8" and lasts in of_eight and of_eight.endswith(paid)
+    of_verb = dict(line.split("  ", 1) for line in CostVerb().as_text(speed).splitlines())
+    assert of_verb["GPU-hours"].strip() == f"{paid} expected" and price in of_verb["at Nebius"]
+    assert f"{price} for the {lasts} expected" in plan_line(judge_plan(build_run_plan(case), Machine(gpu.memory_bytes, gpu, True)))
 
 
 def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets():

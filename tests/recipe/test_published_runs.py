@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 from torch import zeros
@@ -82,6 +83,7 @@ MACHINES = {  # as the runs had where that is known
 }
 
 
+@cache
 def plan_of(name: str) -> dict:
     recipe = load_recipe(name)
     ranks, gpu = next(machine for prefix, machine in MACHINES.items() if name.startswith(prefix))
@@ -132,13 +134,16 @@ def test_a_variant_has_the_base_s_curve_unless_it_is_a_published_run_itself(tmp_
 
 
 def test_the_index_names_each():
-    """A row for each in recipes/README.md, with its size, tokens and result."""
+    """A row for each in recipes/README.md, with its size, result and the GPU-hours that its plan expects."""
     text = (RECIPES / "README.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| \[`([\w.-]+)`\]\(published/\1\.json\) \| (.*) \|$", text, re.M))
     assert sorted(rows) == NAMES
     for name, row in rows.items():
-        size, _, result, _ = row.split(" | ")
-        recipe = load_recipe(name)
+        size, _, result, paid = row.split(" | ")
+        recipe, speed = load_recipe(name), plan_of(name)["forecast"]
+        hours = speed["num_gpus"] * speed["expected_seconds"] / 3600
+        kind = speed["gpu"].removesuffix("-SXM")
+        assert paid == f"{hours:,.{0 if hours >= 9.95 else 1}f} on {speed['num_gpus']} x {kind}"
         assert size == f"{PARAMETERS[re.sub(SAME_SHAPE, '', name)]:,}"
         assert result == (recipe.published.result or "no result published")
 
