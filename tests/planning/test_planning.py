@@ -235,7 +235,9 @@ def test_one_plan_has_one_price():
     assert of_eight.split()[0] == "8" and lasts in of_eight and of_eight.endswith(paid)
     of_verb = dict(line.split("  ", 1) for line in CostVerb().as_text(speed).splitlines())
     assert of_verb["GPU-hours"].strip() == f"{paid} expected" and price in of_verb["at Nebius"]
-    assert f"{price} for the {lasts} expected" in plan_line(judge_plan(build_run_plan(case), Machine(gpu.memory_bytes, gpu, True)))
+    assert f"{price} for the {lasts} expected" in plan_line(
+        judge_plan(build_run_plan(case), Machine(gpu.memory_bytes, gpu, True))
+    )
 
 
 def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets():
