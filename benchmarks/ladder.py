@@ -8,8 +8,9 @@
 Each trains ladders of --recipe and then the runs that they foresee, in --folder. What has finished is not trained
 again: after a stop the same command goes on, run by run.
 
-forecast: members of the family of four and eight times the compute of the largest run, with every seed: `error` of the
-foreseen loss, and whether the interval holds the measured one (`inside`).
+forecast: members of the family of four and more than eight times the compute of the largest run, with every seed:
+`error` of the foreseen loss, and whether the interval holds the measured one (`inside`). The family is SHAPE, whose
+widths have whole layers and heads: of the demo's four layers no ladder of this size keeps the shape.
 
 rates: a ladder with a grid of rates and batches; then at eight times its compute a cross around the best rate and batch
 that it foresees. `regret` is the loss there over the lowest of the cross.
@@ -29,11 +30,21 @@ from pathlib import Path
 
 from gear import REPOSITORY, TEXT_FOLDERS, chosen, machine_texts, parser_of, record, write_corpus
 
+SHAPE = {
+    "model.hidden_size": 112,
+    "model.intermediate_size": 448,
+    "model.num_hidden_layers": 7,
+    "model.num_attention_heads": 7,
+    "model.longest_ngram": 1,
+}
+WIDTHS, TARGETS, FORECAST_TOKENS = "32,48,64", (96, 112), 9_300_000
+"""Of the ladder; of what it foresees. The tokens, of the widest, are read at most twice and a third."""
 AROUND = (0.5, 1.0, 2.0)
 """Factors around the best rate and batch that are foreseen."""
 SMALL = {"budget.tokens": 24_576, "evaluation.max_validation_tokens": 2_000}
 VALIDATION_TOKENS = 32_768
-TIMES = (4, 8)
+UP_TO = 1 / 8
+"""Of the compute of what is foreseen: the largest run."""
 PROSE_BYTES = 8 << 20
 """Of the second source of a mixture: documentation of this machine."""
 
@@ -41,8 +52,8 @@ PROSE_BYTES = 8 << 20
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=["forecast", "rates", "pairs"])
-    parser.add_argument("--recipe", default="features/gpt2")
-    parser.add_argument("--tokens", type=int, default=614_400, help="of the recipe")
+    parser.add_argument("--recipe", default="features/gpt2", help="of rates and pairs")
+    parser.add_argument("--tokens", type=int, default=2_457_600, help="of that recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "ladder-benchmark")
     parser.add_argument("--data_dir", type=Path, default=REPOSITORY / "data")
@@ -62,7 +73,7 @@ def ladder_of(options: argparse.Namespace, name: str, settings: dict, **more):
     whole = {"budget.tokens": options.tokens, "evaluation.max_validation_tokens": VALIDATION_TOKENS}
     settings = {**(SMALL if options.small else whole), **settings}
     prepare(options.recipe, set=settings, data_dir=options.data_dir, show=False)
-    small = {"widths": "24,32,40"} if options.small else {"up_to": 1 / max(TIMES)}
+    small = {"widths": "24,32,40"} if options.small else {"up_to": UP_TO}
     places = {"data_dir": options.data_dir, "output_dir": options.folder / name}
     ladder = climb(options.recipe, set=settings, deepspeed="null", **places, **{**small, **more})
     return ladder, load_recipe(options.recipe, settings_of(settings), "null")
@@ -115,14 +126,12 @@ def described(ladder) -> dict:
 
 
 def forecast(options: argparse.Namespace) -> None:
-    from pretraining.ladder.family import width_for
-    from pretraining.planning.ladder import DECAYED, matmul_parameters
+    from pretraining.planning.ladder import DECAYED
     from pretraining.planning.setup import Setup
 
-    ladder, recipe = ladder_of(options, "forecast", {})
-    for times in TIMES[:1] if options.small else TIMES:
-        # compute goes as the square of the size, at the recipe's tokens per parameter
-        width = width_for(recipe, matmul_parameters(recipe) * math.sqrt(times / max(TIMES)))
+    options.recipe, options.tokens = "tiny", FORECAST_TOKENS
+    ladder, recipe = ladder_of(options, "forecast", SHAPE, **({} if options.small else {"widths": WIDTHS}))
+    for width in TARGETS[:1] if options.small else TARGETS:
         (member,) = members_of(recipe, width, options.folder)
         flops = Setup(member.recipe, None).flops.training * member.recipe.num_tokens
         values = {
