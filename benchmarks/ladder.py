@@ -36,6 +36,7 @@ SHAPE = {
     "model.num_hidden_layers": 7,
     "model.num_attention_heads": 7,
     "model.longest_ngram": 1,
+    "optimizer.groups": [{"kind": "embedding", "learning_rate": 0.1}],
 }
 WIDTHS, TARGETS, FORECAST_TOKENS = "32,48,64", (96, 112), 9_300_000
 """Of the ladder; of what it foresees. The tokens, of the widest, are read at most twice and a third."""
