@@ -152,7 +152,8 @@ def _costs_text(costs: dict[str, Any]) -> str:
     total = {**empty, **costs["ladder"], "name": "ladder", "runs": runs}
     rows = [*costs["rows"], total, {**empty, **costs["target"], "name": "recipe"}]
     share = costs["ladder"]["flops"] / costs["target"]["flops"]
-    return f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe\n"
+    notes = "".join(f"note: {note}\n" for note in costs["notes"])
+    return f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe\n{notes}"
 
 
 def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:

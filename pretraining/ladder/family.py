@@ -38,6 +38,8 @@ LEAST_WARM_UP = 0.02
 """Share of the shortest run."""
 FEWEST_STEPS = 4
 """Steps before the first decay."""
+LAYERS_OFF = 0.1
+"""Of the layers that keep the shape; a member that is further off is named."""
 QUIET: dict[str, dict[str, Any]] = {
     "training": {"save_strategy": "steps", "eval_strategy": "steps", "logging_strategy": "steps"},
     "budget": dict.fromkeys(("ramp", "warmup_tokens", "decay_tokens")),
@@ -116,6 +118,19 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
     if len(set(sizes.values())) < len(sizes):
         raise UserError(f"two of the sizes {', '.join(sizes)} have as many parameters: leave one out")
     return sorted(members, key=lambda member: member.parameters)
+
+
+def shape_notes(target: Recipe, members: list[Member]) -> list[str]:
+    """Say which members are clearly deeper or shallower than the recipe: no law of sizes and tokens holds those."""
+    own, off = widths_of(target.model), []
+    for size, recipe in {member.size: member.recipe for member in members}.items():
+        layers = widths_of(recipe.model).layers
+        wanted = own.layers * widths_of(recipe.model).hidden / own.hidden
+        if abs(layers / wanted - 1) > LAYERS_OFF:
+            off.append(f"{layers} for {wanted:.3g} in {size}")
+    unit = own.hidden // math.gcd(own.hidden, own.layers)
+    what = f"layers are rounded ({', '.join(off)}), so the sizes may not follow one law"
+    return [f"{what}: widths that are multiples of {unit} keep the shape"] if off else []
 
 
 def _widths(target: Recipe, choices: Choices) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 from pretraining.checkpoints.branch import StageChanges, branch
 from pretraining.checkpoints.folders import damage
 from pretraining.errors import UserError
-from pretraining.ladder.family import Member
+from pretraining.ladder.family import Member, shape_notes
 from pretraining.outside.files import read_json_value
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -105,7 +105,7 @@ def check_begun(rungs: Sequence[Rung]) -> None:
 
 
 def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size: int) -> dict[str, Any]:
-    """Return {"rows": one a member, "ladder", "target"}, each with FLOPs, and with hours and dollars on a known GPU."""
+    """Return {"rows": one a member, "ladder", "target", "notes"}; with hours and dollars on a known GPU."""
     rows = []
     # a member's whole run, then its branches
     for member, group in groupby(rungs, key=attrgetter("member")):
@@ -121,7 +121,9 @@ def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size:
         rows.append(row | _cost(recipe, tokens, gpu, world_size))
     sums = {key: [row[key] for row in rows] for key in ("flops", "hours", "dollars")}
     ladder = {key: None if None in values else math.fsum(values) for key, values in sums.items()}
-    return {"rows": rows, "ladder": ladder, "target": _cost(target, target.num_tokens, gpu, world_size)}
+    whole = _cost(target, target.num_tokens, gpu, world_size)
+    notes = shape_notes(target, [rung.member for rung in rungs])
+    return {"rows": rows, "ladder": ladder, "target": whole, "notes": notes}
 
 
 def _cost(recipe: Recipe, tokens: float, gpu: Gpu | None, world_size: int) -> dict[str, float | None]:

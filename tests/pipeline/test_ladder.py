@@ -187,6 +187,16 @@ def test_members_keep_the_ratios_of_the_recipe(workshop, tmp_path, kind, capsys)
     )
 
 
+def test_a_family_that_cannot_keep_its_shape_is_told(tmp_path, capsys):
+    """Promise: honest numbers. Sizes with rounded layers lie on no law; those with whole ones do."""
+    assert main(["tiny", "--widths", "32,72,96,112", "--plan"]) == 0
+    printed = capsys.readouterr().out
+    assert "note: layers are rounded (2 for 2.25 in w72, 4 for 3.5 in w112)" in printed
+    assert "multiples of 32 keep the shape" in printed
+    main(["tiny", "--widths", "32,64,96", "--plan", "--json"])
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+
+
 def test_members_find_the_code_of_their_recipe(tmp_path, capsys):
     """A model of one's own, in a file beside the recipe: a member elsewhere is a recipe that loads."""
     main(["tiny", "--widths", "32,64,128", "--commands", "--output_dir", str(tmp_path)])
