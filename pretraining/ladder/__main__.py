@@ -56,10 +56,13 @@ EXAMPLES = """examples:
 
 The same command skips what is finished and goes on with the rest.
 exit codes: 0 fitted, planned or submitted, 2 a run failed or the points cannot be fitted, 75 stopped on request"""
+SEEN = 10
+"""Tokens of an answer over those of the longest run, up to which nothing is said."""
 COSTS = (
     Column("member", "name"),
     Column("runs", "runs"),
     Column("parameters", "parameters", ","),
+    Column("layers", "layers"),
     Column("longest", "tokens", short),
     Column("step", "tokens_per_step", ","),
     Column("rate", "learning_rate", ".3g"),
@@ -120,6 +123,10 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         answer["serve"] = best_to_serve(ladder, target, options.serve) | {"served": options.serve}
     if rival:
         answer["against"] = compare(ladder, rival)
+    for name in ("flops", "dollars", "serve"):
+        if (times := answer.get(name, {}).get("tokens", 0) / ladder.most_tokens) > SEEN:
+            what = "the law is not known there, and text that is read again counts less"
+            answer["notes"].append(f"--{name}: has {times:,.0f} times the tokens of the longest run: {what}")
     if not options.show:
         page = page_text(ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
         write_page(folder / "ladder.html", page)
@@ -153,7 +160,12 @@ def _costs_text(costs: dict[str, Any]) -> str:
     rows = [*costs["rows"], total, {**empty, **costs["target"], "name": "recipe"}]
     share = costs["ladder"]["flops"] / costs["target"]["flops"]
     notes = "".join(f"note: {note}\n" for note in costs["notes"])
-    return f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe\n{notes}"
+    starts = (
+        ""
+        if total["hours"] is None
+        else "; hours and dollars are of steps alone, without the starts of the runs"
+    )
+    return f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe{starts}\n{notes}"
 
 
 def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:

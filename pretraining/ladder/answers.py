@@ -200,6 +200,8 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
     draws, parts = gaps(*(fit.draws for fit in fits)), gaps(*(fit.without for fit in fits))
     sure = float(np.mean(draws * middle > 0))
     names = [first["name"], second["name"]]
+    if names[0] == names[1]:
+        names = [ladder.file.parent.name for ladder in (ours, theirs)]
     is_clear = sure >= SURE and bool(np.all(parts * middle > 0))
     low, high = np.expm1(np.quantile(draws, [0.05, 0.95]))
     return {

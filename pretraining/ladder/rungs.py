@@ -19,6 +19,7 @@ from pretraining.outside.files import read_json_value
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.setup import Setup
+from pretraining.planning.shapes import widths_of
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.refusals import checked_ds_config
 from pretraining.runtime.durable_files import read_rows
@@ -116,6 +117,7 @@ def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size:
             "runs": len(runs),
             "tokens": runs[0].tokens,
             "parameters": member.parameters,
+            "layers": widths_of(recipe.model).layers,
         }
         row |= {"tokens_per_step": recipe.tokens_per_step, "learning_rate": recipe.training.learning_rate}
         rows.append(row | _cost(recipe, tokens, gpu, world_size))

@@ -126,19 +126,33 @@ class Ladder:
     def most_flops(self) -> float:
         return max(point["flops"] for point in self.values["points"])
 
+    @property
+    def most_tokens(self) -> float:
+        return max(point["tokens"] for point in self.values["points"])
+
     def expected(self, recipe: Recipe, fit: str = DECAYED) -> Expected:
         return self.fits[fit].at(matmul_parameters(recipe), recipe.num_tokens)
 
     def differs(self, recipe: Recipe) -> list[str]:
         """Return the keys in which a recipe is not of the ladder's family: its forecast is for another one."""
-        changes = changed_parts(recipe.to_dict(), self.values["recipe"])
+        ours, theirs = recipe.to_dict(), self.values["recipe"]
+        changes = changed_parts(ours, theirs)
+        # at one size and length there is one rate
+        is_other_size = any(change.key.startswith(("model.", "budget.")) for change in changes)
 
         def is_sized(change: Change) -> bool:
+            if change.key in ("training.seed", "training.data_seed"):
+                return True
             if change.key.startswith("optimizer."):
-                return not any(isinstance(value, str | bool) for value in (change.earlier, change.now))
-            return change.key.startswith(SIZED) and change.key != "model.vocab_size"
+                numbers = not any(isinstance(value, str | bool) for value in (change.earlier, change.now))
+                return is_other_size and numbers
+            return is_other_size and change.key.startswith(SIZED) and change.key != "model.vocab_size"
 
-        return [change.key for change in changes if not is_sized(change)]
+        keys, most = [change.key for change in changes if not is_sized(change)], "max_validation_tokens"
+        # the first tokens of a validation are other text than all of it
+        if ours["evaluation"].get(most) != theirs["evaluation"].get(most):
+            keys.append(f"evaluation.{most}")
+        return keys
 
     def words(self, recipe: Recipe, flops: float) -> str:
         """Write what it expects of a recipe that takes so many training FLOPs, in one line."""

@@ -280,7 +280,7 @@ def loss_words(recipe: Recipe, flops: float) -> str | None:
         return None
     ladder = ladder_of(recipe)
     if ladder is None:
-        command = f"python -m pretraining.ladder {recipe.words[1]}"
+        command = f"python -m pretraining.ladder {recipe.words[1]} --output_dir {recipe.report.ladder}"
         return f"not known: there is no ladder in {recipe.report.ladder} yet; {command} makes one"
     return ladder.words(recipe, flops)
 
