@@ -213,10 +213,9 @@ def plan_line(plan: RunPlan, left: float = 1.0) -> str:
     if foreseen["training_seconds"] is None:
         parts.append("no time (this device is not in the table of GPUs)")
     else:
-        speed = forecast(plan.setup, machine.gpu)
+        speed = forecast(plan.setup, machine.gpu).to_dict()
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
-        speed = speed.to_dict()
         cost, lasts = least_dollars(speed["cost"]), duration(left * speed["expected_seconds"])
         parts += [f"{duration(left * foreseen['training_seconds'])}{rest} at {rate}"]
         paid = [] if cost is None else [dollars(left * cost)]
