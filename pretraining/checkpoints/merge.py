@@ -16,7 +16,7 @@ from pretraining.checkpoints.folders import (
     step_in,
     step_in_name,
 )
-from pretraining.checkpoints.format import MARKER
+from pretraining.checkpoints.format import MARKER, read_marker
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.command_line import (
     add_data_source,
@@ -27,6 +27,7 @@ from pretraining.command_line import (
 )
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
+from pretraining.recipe.curve import changed_parts
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.run_folder import RunFolder
@@ -118,6 +119,17 @@ def refuse_existing(folder: Path, option: str) -> None:
         raise UserError(f"{folder}: is there already; remove it, or choose another with {option}")
 
 
+def _refuse_other_runs(checkpoints: list[Path]) -> None:
+    """Refuse a checkpoint whose recipe is not the last one's, but for changes that the run has accepted."""
+    markers = [read_marker(checkpoint) for checkpoint in checkpoints]
+    accepted = {change["key"] for change in markers[-1]["changes"]}
+    for checkpoint, marker in zip(checkpoints, markers, strict=True):
+        keys = {change.key for change in changed_parts(marker["recipe"], markers[-1]["recipe"])} - accepted
+        if keys:
+            what = f"is of another run, with another {', '.join(sorted(keys)[:3])}"
+            raise UserError(f"{checkpoint}: {what}; name others with --steps")
+
+
 class Merge:
     """Average the weights of several checkpoints of a run: one model, often as good as a decay of the rate.
 
@@ -163,6 +175,9 @@ class Merge:
         for each, part in zip(parts, folders, strict=True):
             if each["state"] == COMMITTED and (reason := damage(part)):
                 raise UserError(f"{part}: the checkpoint is damaged: {reason}; name others with --steps")
+        _refuse_other_runs(
+            [part for each, part in zip(parts, folders, strict=True) if each["state"] == COMMITTED]
+        )
         folder = options.to or run.path / f"merged-{parts[0]['step']}-{parts[-1]['step']}"
         refuse_existing(folder, "--to")
         by_part = dict(zip(folders, shares, strict=True))

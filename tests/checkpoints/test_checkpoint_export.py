@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pretraining.checkpoints.__main__ import main
-from pretraining.checkpoints.format import read_marker
+from pretraining.checkpoints.format import read_marker, write_marker
 from pretraining.errors import UserError
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import Run, completed, execute
@@ -85,6 +85,25 @@ def test_what_cannot_be_merged_is_one_line(case, workshop):
     with pytest.raises(UserError) as refused:
         main(["merge", str(run), *(word.format(run=run) for word in words)])
     assert message.format(run=run) in str(refused.value) and not list(run.glob("merged-*"))
+
+
+def test_a_checkpoint_of_another_run_is_not_merged(workshop, tmp_path):
+    """Promise: nothing wrong without a word. The same shape and step, of another rate; unless the run accepted it."""
+    run = shutil.copytree(workshop.plain().folder, tmp_path / "run")
+    earlier, last = (read_marker(run / f"checkpoint-{step}") for step in (8, 10))
+    earlier["recipe"]["training"]["learning_rate"] *= 2
+    write_marker(run / "checkpoint-8", without_head(earlier))
+    with pytest.raises(UserError, match="checkpoint-8: is of another run, with another training.learning_rate;"):
+        main(["merge", str(run), "--last", "2"])
+    assert not list(run.glob("merged-*"))
+    last["changes"] = [{"step": 8, "key": "training.learning_rate", "from": 1.0, "to": 0.5}]
+    write_marker(run / "checkpoint-10", without_head(last))
+    assert main(["merge", str(run), "--last", "2"]) == 0
+
+
+def without_head(marker: dict) -> dict:
+    """A marker without what `write_marker` adds."""
+    return {key: value for key, value in marker.items() if key not in ("format", "checksum")}
 
 
 def test_an_accepted_change_is_recorded(workshop, tmp_path):

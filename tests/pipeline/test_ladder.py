@@ -246,6 +246,11 @@ def test_the_ladder_answers_plan_and_report(workshop, ladder, tmp_path, capsys):
     assert f"{expected.words}, ladder of 9 runs up to" in line and "of its compute" in line
     other = completed(["python", "train.py", *options, "--plan", "--set", "data.packing=best_fit"])
     assert "it is of another family: data.packing" in " ".join(other.stdout.split())
+    # at the same size and length another rate is no member, and other validation text is another loss
+    for text in ("training.learning_rate=0.9", "evaluation.max_validation_tokens=999"):
+        changed = load_recipe(str(workshop.recipe), [*names, text], "null")
+        assert kept.differs(changed) == [text.partition("=")[0]]
+    assert kept.differs(load_recipe(str(workshop.recipe), [*names, "training.seed=7"], "null")) == []
     # a run that is where it should be, and one that has left it
     for name, loss, said in (
         ("on", expected.loss, "on its way"),
@@ -283,8 +288,11 @@ def test_budgets_and_rivals_are_answered_from_what_is_there(workshop, ladder, ca
             answer[name]["low"] <= answer[name]["loss"] <= answer[name]["high"] and answer[name]["width"] >= 8
         )
     assert answer["serve"]["parameters"] > 0 and len(answer["rows"]) == 9
-    main([*words, "--against", str(ladder)])
-    assert "neither is known to win" in capsys.readouterr().out
+    assert any("times the tokens of the longest run" in note for note in answer["notes"])
+    other = shutil.copytree(ladder, ladder.with_name("copied"))
+    main([*words, "--against", str(other)])
+    printed = capsys.readouterr().out
+    assert "neither is known to win" in printed and f"{ladder.name} is +0.00% off copied" in printed
     kept = read_ladder(str(ladder))
     worse = json.loads((ladder / FILE).read_text())
     for law in (
