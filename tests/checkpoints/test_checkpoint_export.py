@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_run_is_not_merged(workshop, tmp_path):
     earlier, last = (read_marker(run / f"checkpoint-{step}") for step in (8, 10))
     earlier["recipe"]["training"]["learning_rate"] *= 2
     write_marker(run / "checkpoint-8", without_head(earlier))
-    with pytest.raises(UserError, match="checkpoint-8: is of another run, with another training.learning_rate;"):
+    with pytest.raises(UserError, match=r"-8: is of another run, with another training\.learning_rate;"):
         main(["merge", str(run), "--last", "2"])
     assert not list(run.glob("merged-*"))
     last["changes"] = [{"step": 8, "key": "training.learning_rate", "from": 1.0, "to": 0.5}]
