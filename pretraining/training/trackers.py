@@ -127,7 +127,7 @@ class Trackers(TrainerCallback):
     def __init__(self, trackers: list[Tracker]) -> None:
         self.trackers = trackers
 
-    def hand_on(self, event: str, args, state, control, **kwargs) -> None:
+    def hand_on(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for tracker in self.trackers:
             tracker.call(event, args, state, control, **kwargs)
 
