@@ -1,14 +1,15 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
-from pretraining.recipe import recipe_schema
+from pretraining.recipe import RECIPES, load_recipe, recipe_schema
 from pretraining.recipe.model import known_types
-from pretraining.schema import differences, suggestion
+from pretraining.schema import differences, read_json, suggestion
 
 _NEUTRAL = {
     # where the shape was read: which one it is, its keys and the digest say
@@ -42,6 +43,11 @@ BESIDE = {
     ("monitors", "flagged_blocks"): "log",
     ("monitors", "repeated_ngrams"): None,
 }
+
+# With other values of these, model, vocabulary and text are the same. --limit_tokens sets the share of the validation.
+SAME_TEXT = {"model.attn_implementation", "model.experts_implementation", "model.keep_in_fp32"}
+SAME_TEXT |= {"data.validation_share", "data.shuffle_shards", "data.shuffle_blocks", "data.skip_undecodable"}
+SAME_TEXT |= {"data.document_masking", "data.packing"}
 
 EXTENSIONS = "extensions"
 """The user's own modules, by name and digest of their source."""
@@ -97,6 +103,41 @@ def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
     ours, theirs = curve_parts(recipe), curve_parts(earlier)
     changes = [Change(key, theirs.get(key), ours.get(key)) for key in sorted(ours.keys() | theirs.keys())]
     return [change for change in changes if differences(change.earlier, change.now)]
+
+
+@cache
+def _published_runs() -> dict[str, str]:
+    """Return {name of a run, or of its curve: recipe} of recipes/published/."""
+    found = {}
+    for path in sorted((RECIPES / "published").glob("*.json")):
+        section = read_json(path)["published"]
+        found |= {section[key]: f"published/{path.stem}" for key in ("run", "curve") if key in section}
+    return found
+
+
+def differs_from_published(recipe: dict) -> list[str]:
+    """Return in which keys a resolved recipe has another model, vocabulary or text than the published run it names.
+
+    Several keys of the model are `model`. Empty if recipes/published/ has no such run, or `recipe` is not whole.
+    """
+    section = recipe.get("published")
+    names = [section.get(key) for key in ("run", "curve")] if isinstance(section, dict) else []
+    known = [_published_runs().get(name) for name in names if isinstance(name, str)]
+    if not any(known):
+        return []
+    try:
+        changes = changed_parts(recipe, load_recipe(next(filter(None, known))).to_dict())
+    except (ValueError, TypeError, AttributeError, KeyError):  # of a run folder: a report is written all the same
+        return []
+    keys = [change.key for change in changes if change.key not in SAME_TEXT]
+    of_model = [key for key in keys if key.startswith("model.")]
+    return (["model"] if len(of_model) > 1 else of_model) + [key for key in keys if key.startswith("data.")]
+
+
+def some_keys(keys: Sequence[str]) -> str:
+    """Write the first three keys, and how many more there are."""
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return ", ".join(keys[:3]) + more
 
 
 def changes_of_run(folder: Path, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:

@@ -137,11 +137,13 @@ const axis = (show, size) => ({
 
 const drawn = new Set();
 
-// The part of a curve that is worth looking at: from the lowest value to the highest after the first steps' fall. What
-// rises above it is cut off; its mark is not.
-const settledRange = (lines) => (u) => {
+// The part of a curve that is worth looking at: from the lowest value to the highest after the first steps' fall. How
+// long that is the runs' own series say, up to `last`: what is drawn beneath them may be much longer. What rises above it
+// is cut off; its mark is not.
+const settledRange = (lines, last) => (u) => {
   const xs = u.data[0], [from, to] = u.series[0].idxs || [0, xs.length - 1];
-  const first = from === 0 ? xs[0] + 0.04 * (xs[to] - xs[0]) : xs[from];
+  const end = last > xs[from] ? Math.min(last, xs[to]) : xs[to];
+  const first = from === 0 ? xs[0] + 0.04 * (end - xs[0]) : xs[from];
   let low = Infinity, high = -Infinity;
   lines.forEach((line, k) => {
     if (line.quiet || !u.series[k + 1].show) return;
@@ -182,7 +184,7 @@ const drawChart = (box, lines, { unit = "number", height = 200, logY = false, ru
   const chart = new uPlot({
     width: Math.max(200, holder.clientWidth), height, padding: [10, 10, 0, 0], legend: { show: false },
     cursor: { sync: { key: `x-${xName()}-${logX}` }, drag: { x: true, y: false }, points: { size: 6 }, y: false, focus: { prox: 24 } },
-    scales: { x: { time: false, distr: logX ? 3 : 1 }, y: { distr: logY ? 3 : 1, ...(settled && !logY ? { range: settledRange(usable) } : {}) } },
+    scales: { x: { time: false, distr: logX ? 3 : 1 }, y: { distr: logY ? 3 : 1, ...(settled && !logY ? { range: settledRange(usable, last) } : {}) } },
     axes: [axis(X_AXES[xName()].show, 28), axis((y) => (unit === "loss" ? compact(y, 4) : UNITS[unit](y)), unit === "bytes" || unit === "share" ? 62 : 54)],
     series: [{}, ...usable.map((line) => ({
       label: line.label, stroke: line.color, width: line.width || 1.5, dash: line.dash, spanGaps: false,

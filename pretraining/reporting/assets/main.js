@@ -22,15 +22,29 @@ const lossLines = () => {
   });
 };
 
+// A published series up to some tokens, as far as its axes may reach: the next point can lie many times the run beyond.
+// Between two points it ends by the logarithm of the tokens, as its table has it.
+const upTo = (series, reached) => {
+  const next = series.tokens.findIndex((tokens) => tokens > reached), count = next < 0 ? series.tokens.length : next;
+  const cut = Object.fromEntries(Object.entries(series).map(([key, values]) => [key, values.slice(0, count)]));
+  const before = series.tokens[next - 1];
+  if (next > 0 && before > 0 && before < reached) {
+    const [low, high] = series.value.slice(next - 1, next + 1), share = Math.log(reached / before) / Math.log(series.tokens[next] / before);
+    cut.tokens.push(reached);
+    cut.step.push(series.step[next] * reached / series.tokens[next]);
+    cut.value.push(low + share * (high - low));
+  }
+  return cut;
+};
+
 // The curve of the run that a recipe repeats, once for all runs that name it: as far as they have come, or to its end.
 const publishedLines = (run, i, name) => {
   const made = run.published, series = made && made.series[name];
   if (!series || xName() === "hours" || data.runs.findIndex((other) => other.published && other.published.run === made.run) < i) return [];
   const reached = Math.max(...data.runs.map(({ last_place: at }) => at ? at.tokens : 0));
-  const beyond = series.tokens.findIndex((tokens) => tokens > reached), until = beyond < 0 || memory.get("publishedWhole", false) ? series.tokens.length : beyond + 1;
-  const cut = Object.fromEntries(Object.entries(series).map(([key, values]) => [key, values.slice(0, until)]));
-  const part = name === "train/loss" ? "published, training" : "published";
-  return [{ label: `${part}: ${made.run}`, run: null, part, metric: name, color: color("note"), dash: name === "train/loss" ? [1, 4] : [6, 4], width: 1.5, dots: name !== "train/loss", series: cut }];
+  const part = name === "train/loss" ? "published, training" : "published", note = made.is_comparable ? "" : " (not comparable)";
+  return [{ label: `${part}: ${made.run}${note}`, run: null, part, metric: name, color: color("note"), dash: name === "train/loss" ? [1, 4] : [6, 4], width: 1.5, dots: name !== "train/loss",
+    series: memory.get("publishedWhole", false) ? series : upTo(series, reached) }];
 };
 
 // What the ladder foresees of the validation: if the rate had fallen by then, and the band up to that of a stable rate.

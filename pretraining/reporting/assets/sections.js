@@ -107,13 +107,12 @@ const plan = (run) => {
 // This run beside the one that its recipe repeats, newest first; below zero this run is better.
 const publishedBeside = (run) => {
   const made = run.published;
-  if (!made || !made.rows.length) return null;
+  if (!made || !(made.rows.length || made.notes.length)) return null;
   const signed = (gap) => (gap > 0 ? "+" : "") + fixed(4)(gap);
   const cells = made.rows.slice().reverse().map(([tokens, own, published, gap]) => [compact(tokens, 4), fixed(4)(own), fixed(4)(published), signed(gap)]);
-  const box = el("section", { class: "card", id: "published" }, el("h2", {}, `Beside the published run: ${made.run}`),
-    table(["tokens", `${spoken(made.metric)}, this run`, "published", "gap"], cells, [0, 1, 2, 3]));
-  box.querySelector(".scroll").classList.add("tall");
-  return box;
+  const beside = made.rows.length ? table(["tokens", `${spoken(made.metric)}, this run`, "published", "gap"], cells, [0, 1, 2, 3]) : null;
+  if (beside) beside.classList.add("tall");
+  return el("section", { class: "card", id: "published" }, el("h2", {}, `Beside the published run: ${made.run}`), made.notes.map((note) => el("p", { class: "soft" }, note)), beside);
 };
 
 // The steps that count, then what was lost to which cause.
