@@ -41,6 +41,7 @@ from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import count_model, family_of
 from pretraining.planning.sizes import fp8_tensors, frozen_tensors
 from pretraining.recipe import Recipe
+from pretraining.recipe.curve import differs_from_published, some_keys
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.exit_codes import USER_ERROR
@@ -102,6 +103,9 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
         name: each.memory_bytes for name, each in all_gpus().items() if precision in each.dense_peak_flops
     }
     needs = {size: memory_need(setup, size).total for size in set(sizes.values())}
+    published = recipe.published.to_dict()
+    if differs := differs_from_published(recipe.to_dict()):
+        published["not_comparable"] = differs
     size, width = plan.size, value_of(recipe.model, "hidden_size")
     model = f"{size.total:,} parameters{_parts_words(plan)}: {recipe.model['model_type']}, "
     model += f"{size.num_layers} layers of width {width:,}"
@@ -116,7 +120,7 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
         # the same values as in plan.json, so that a run can be compared with this plan
         "predicted": predicted(setup, gpu, gpu_memory=there),
         "model": model,
-        "published": recipe.published.to_dict(),
+        "published": published,
         "loss": loss_words(recipe, plan.training_flops),
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
@@ -256,19 +260,18 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     left = answer["budget_tokens"] - answer["tokens"]
     tokens = f"{answer['tokens']:,}{f' ({left:,} less than the budget: the ramp leaves them over)' if left else ''}"
     tokens += f", {three_digits(answer['tokens_per_parameter'])} per parameter"
-    # what the run that a recipe repeats has reached, and whose it is
+    # what the run that a recipe repeats has reached, whose it is, and in what this one is another
     other = answer["published"]
+    reached = f"{other.get('result', 'no result')} ({other.get('run', 'of others')})"
+    if differs := other.get("not_comparable"):
+        reached += f"; not comparable: {some_keys(differs)}"
     return [
         ("model", answer["model"]),
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),
         ("steps", f"{answer['steps']:,} of {answer['tokens_per_step']:,} tokens: {step}"),
         ("how", way),
         *([("layout", ", ".join(split))] if split else []),
-        *(
-            [("published", f"{other.get('result', 'no result')} ({other.get('run', 'of others')})")]
-            if other
-            else []
-        ),
+        *([("published", reached)] if other else []),
         *([("loss", answer["loss"])] if answer["loss"] else []),
     ]
 

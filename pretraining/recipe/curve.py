@@ -127,7 +127,12 @@ def differs_from_published(recipe: dict) -> list[str]:
         return []
     try:
         changes = changed_parts(recipe, load_recipe(next(filter(None, known))).to_dict())
-    except (ValueError, TypeError, AttributeError, KeyError):  # of a run folder: a report is written all the same
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+    ):  # of a run folder: a report is written all the same
         return []
     keys = [change.key for change in changes if change.key not in SAME_TEXT]
     of_model = [key for key in keys if key.startswith("model.")]

@@ -15,8 +15,9 @@ import numpy as np
 from pretraining.errors import UserError
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.planning.quantities import dollars, duration, several
+from pretraining.recipe.curve import differs_from_published
 from pretraining.reporting.foreseen import Foreseen, foreseen_of
-from pretraining.reporting.published import JUDGED, Beside, beside, curve_of
+from pretraining.reporting.published import JUDGED, Beside, beside, curve_of, notes_beside
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import CAUSES, WallTime
@@ -110,6 +111,10 @@ class Analysis:
     budget_share: float | None = None
     published: Beside | None = None
     """This run beside the one that its recipe repeats."""
+    published_differs: list[str] = field(default_factory=list)
+    """Keys in which that one has another model, vocabulary or text."""
+    published_notes: list[str] = field(default_factory=list)
+    """Sentences about these, and about why nothing of it is beside this run yet."""
     foreseen: Foreseen | None = None
     """What the ladder that it names foresees."""
     wall_time: WallTime | None = None
@@ -143,6 +148,9 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
         columns = {metric: record.metrics.column(metric) for metric in JUDGED}
         places = {metric: (record.tokens[rows], values) for metric, (rows, values) in columns.items()}
         found.published = beside(curve, places)
+        found.published_differs = differs_from_published(record.recipe)
+        reached = float(tokens[-1])
+        found.published_notes = notes_beside(curve, found.published, found.published_differs, reached)
     found.non_finite = int((~np.isfinite(losses)).sum())
     # because one row alone is noisy
     found.loss_rows = max(1, len(losses) // 20)
@@ -371,6 +379,7 @@ def sentences(found: Analysis) -> list[str]:
             f"The published run ({other.run}) had {JUDGED[other.metric]} {other.published[-1]:.4f} after "
             f"{other.tokens[-1]:,.0f} tokens; this one is {side}."
         )
+    parts += found.published_notes
     if found.foreseen is not None:
         parts.append(found.foreseen.words)
     if found.recent_gain is not None:

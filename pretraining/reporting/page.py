@@ -338,7 +338,7 @@ def plan_beside_measured(record: RunRecord) -> dict:
 
 
 def _published(record: RunRecord, found: Analysis) -> dict | None:
-    """Give the curve that the recipe names, by tokens and by this run's steps, and rows of it beside this run."""
+    """Give the curve that the recipe names by tokens and steps, with rows of it beside this run, and with notes."""
     curve = curve_of(record.recipe)
     if curve is None:
         return None
@@ -350,7 +350,9 @@ def _published(record: RunRecord, found: Analysis) -> dict | None:
     if other is not None:
         rows = list(zip(other.tokens, other.own, other.published, other.gaps, strict=True))
         rows = _spread(rows, MOST_SCORES)
-    return {"run": curve["run"], "series": series, "metric": other and other.metric, "rows": rows}
+    metric, is_comparable = other and other.metric, not found.published_differs
+    made = {"run": curve["run"], "series": series, "metric": metric, "rows": rows}
+    return {**made, "notes": found.published_notes, "is_comparable": is_comparable}
 
 
 def _foreseen(record: RunRecord, found: Analysis) -> dict | None:

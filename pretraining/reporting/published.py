@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.outside.files import NUMBER, TEXT, object_of, read_json_value
+from pretraining.recipe.curve import some_keys
 from pretraining.recipe.sections import curve_file
 from pretraining.schema import fits
 
@@ -80,3 +81,22 @@ def beside(curve: dict, columns: dict[str, tuple[np.ndarray, np.ndarray]]) -> Be
             there = np.interp(np.log(at), np.log(theirs[:, 0]), theirs[:, 1])
             return Beside(curve["run"], metric, at.tolist(), own.tolist(), there.tolist())
     return None
+
+
+def notes_beside(curve: dict, found: Beside | None, differs: list[str], reached: float) -> list[str]:
+    """Say in which keys the recipe of a curve's run is another, and why nothing of it is beside this run yet.
+
+    differs: those keys. reached: tokens that this run has seen.
+    """
+    run, notes = curve["run"], []
+    if differs:
+        notes.append(f"The published run ({run}) is not comparable: {some_keys(differs)}.")
+    judged = [curve["curves"][metric]["tokens"] for metric in JUDGED if metric in curve["curves"]]
+    # the value before the first step is not compared
+    if found is None and (places := [tokens for series in judged for tokens in series if tokens > 0]):
+        first, last = min(places), max(places)
+        what = f"it has logged nothing to compare between {first:,.0f} and {last:,.0f} tokens"
+        if first > reached:
+            what = f"no published point is near its {reached:,.0f} tokens yet; the first is at {first:,.0f} tokens"
+        notes.append(f"This run has no gap to the published one ({run}): {what}.")
+    return notes

@@ -19,6 +19,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe
+from pretraining.recipe.curve import differs_from_published
 from pretraining.reporting.published import curve_of
 from pretraining.training.optimizers import own_schedule
 from tests.gear.runs import Run, execute, made_once
@@ -96,6 +97,7 @@ def test_each_is_planned_without_fault_with_the_published_size_and_result(name):
     assert plan["parameters"] == PARAMETERS[re.sub(SAME_SHAPE, "", name)]
     assert not plan["refusals"]
     line = next(line for line in as_text(plan).splitlines() if line.startswith("published"))
+    assert "not comparable" not in as_text(plan)
     assert (published.result or "no result").split()[0] in line
 
 
@@ -131,6 +133,52 @@ def test_a_variant_has_the_base_s_curve_unless_it_is_a_published_run_itself(tmp_
     variant = tmp_path / "variant.json"
     variant.write_text(json.dumps({"base": "gpt2-124m-llmc", "description": "x", "training": {"seed": 1}}))
     assert load_recipe(str(variant)).published.curve == "gpt2-124m-llmc"
+
+
+OTHER_VOCABULARY = ["data.tokenizer=EleutherAI/gpt-neox-20b", "model.vocab_size=50432"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit", "differs"),
+    [
+        (["model.n_layer=2"], None, "model.n_layer"),
+        (OTHER_VOCABULARY, None, "model.vocab_size, data.tokenizer"),
+        ([*OTHER_VOCABULARY, "model.n_layer=2"], None, "model, data.tokenizer"),
+        (['data.sources=[{"builtin": "python_stdlib"}]'], None, "data.sources"),
+        (["training.per_device_train_batch_size=8", "budget.tokens_per_step=65536"], None, None),
+        (["training.seed=1", "training.learning_rate=0.001"], None, None),
+        (["model.attn_implementation=eager", "data.name=mine", "data.shuffle_blocks=64"], None, None),
+        ([], 5_242_880, None),
+    ],
+)
+def test_a_plan_says_if_a_recipe_that_was_cut_down_is_not_comparable(overrides, limit, differs):
+    """Of a batch, a seed, a ds_config or less data it says nothing."""
+    recipe = load_recipe("gpt2-124m-llmc", overrides, None if differs else "zero0", limit_tokens=limit)
+    words = " ".join(as_text(full_plan(Setup(recipe, load_ds_config(recipe.deepspeed), 1), None)).split())
+    reached = f"{recipe.published.result} ({recipe.published.run})"
+    assert reached in words
+    assert (
+        (f"{reached}; not comparable: {differs} without GPUs" in words)
+        if differs
+        else "not comparable" not in words
+    )
+    # what a report has: the run's own recipe.json
+    assert ", ".join(differs_from_published(json.loads(json.dumps(recipe.to_dict())))) == (differs or "")
+
+
+def test_a_variant_of_a_published_run_is_compared_with_it(tmp_path):
+    """A file with base says in what it is another, unless it is a run of its own."""
+    variant = {"base": "modded-nanogpt-muon", "description": "x", "model": {"num_hidden_layers": 2}}
+    for more, differs in (({}, ["model.num_hidden_layers"]), ({"published": {"run": "mine"}}, [])):
+        (tmp_path / "variant.json").write_text(json.dumps(variant | more))
+        assert differs_from_published(load_recipe(str(tmp_path / "variant.json")).to_dict()) == differs
+    # a damaged recipe.json is no reason to have no report
+    for damaged in (
+        {"published": {"curve": "pythia-70m"}},
+        {"published": {"run": [], "curve": 3}},
+        {"published": 3},
+    ):
+        assert differs_from_published(damaged) == []
 
 
 def test_the_index_names_each():

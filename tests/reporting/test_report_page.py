@@ -6,6 +6,7 @@ Needs playwright (requirements-dev.txt) and a Chromium on the PATH (apt-get inst
 import csv
 import shutil
 
+import numpy as np
 import pytest
 
 from pretraining.reporting.page import page_payload, page_text, run_payload, write_page
@@ -96,6 +97,36 @@ def test_a_published_curve_is_drawn_with_its_gaps(opened, tmp_path):
     page.get_by_label("published to its end").check()
     page.get_by_role("button", name="hours", exact=True).click()
     assert errors == [] and "published" not in page.locator("#loss .legend").inner_text()
+
+
+def test_a_short_run_of_a_published_recipe_is_drawn_by_its_own_values(opened, tmp_path):
+    """The axes are those of its losses, though the curve's next point is a thousand times as far; all on request."""
+    recipe = {"published": {"curve": "modded-nanogpt-muon"}, "budget": 1_703_936_000}
+    run = made_run(tmp_path / "run", np.linspace(6.9, 4.0, 82), **recipe)
+    page, errors = opened(page_payload([run_payload(RunRecord(run.path))], None))
+
+    def ranges() -> list[float]:
+        return page.evaluate("(({x, y}) => [x.min, x.max, y.min, y.max])([...drawn][0].chart.scales)")
+
+    left, right, low, high = ranges()
+    assert 0 <= left <= 1000 and right == 82_000 and 3 < low < 4 and 6.7 < high < 9
+    assert "no published point is near" in page.locator("#published").inner_text()
+    page.get_by_role("button", name="steps", exact=True).click()
+    assert ranges()[1] == 82
+    page.get_by_role("button", name="tokens", exact=True).click()
+    page.get_by_label("published to its end").check()
+    _, right, low, high = ranges()
+    assert right == 1_703_936_000 and low < 3.2772 and high > 6.7
+    # between two points it ends where its table has it
+    append_row(run.metrics, {"step": 100_000, "time": 0, "train/tokens": 100_000_000, "eval/loss": 4.4})
+    page, more = opened(page_payload([run_payload(RunRecord(run.path))], None))
+    ends = page.evaluate("publishedLines(data.runs[0], 0, 'eval/loss')[0].series")
+    assert ends["tokens"] == [0, 65_536_000, 100_000_000] and ranges()[1] == 100_000_000
+    between = np.interp(np.log(1e8), np.log([65_536_000, 131_072_000]), [4.5862, 4.0985])
+    assert ends["value"][2] == pytest.approx(between)
+    label = "(data.runs[0].published.is_comparable = false, publishedLines(data.runs[0], 0, 'eval/loss')[0].label)"
+    assert page.evaluate(label) == "published: modded-nanogpt, track 3, result 36 (not comparable)"
+    assert errors == more == []
 
 
 def test_the_page_of_a_ladder_is_drawn(browser, workshop):

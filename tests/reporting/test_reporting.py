@@ -17,6 +17,7 @@ import pytest
 
 from pretraining.errors import UserError
 from pretraining.planning.comparison import compare_run
+from pretraining.recipe import load_recipe
 from pretraining.reporting import live
 from pretraining.reporting.__main__ import main
 from pretraining.reporting.analysis import (
@@ -98,6 +99,33 @@ def test_the_published_curve_lies_beneath_the_run_with_the_gap_at_each_validatio
         (tmp_path / "other.json").write_text(text)
         read_curve.cache_clear()
         assert read_curve(tmp_path / "other.json") is None and read_curve(tmp_path / "gone.json") is None
+
+
+def test_a_short_run_says_why_it_has_no_gap_to_the_published_one_and_in_what_it_is_another(tmp_path):
+    """In `analyze` and on the page, each in one line, until a published point is near."""
+    small = ["model.num_hidden_layers=2", "model.vocab_size=50432", "data.tokenizer=EleutherAI/gpt-neox-20b"]
+    recipes = [load_recipe("modded-nanogpt-muon", overrides).to_dict() for overrides in ([], small)]
+    theirs, own = "modded-nanogpt, track 3, result 36", ("name", "budget")
+    whole, cut = (
+        made_run(tmp_path / str(n), [6.0] * 82, **{key: recipe[key] for key in recipe.keys() - set(own)})
+        for n, recipe in enumerate(recipes)
+    )
+    near = "no published point is near its 82,000 tokens yet; the first is at 65,536,000 tokens"
+    no_gap = f"This run has no gap to the published one ({theirs}): {near}."
+    shown = payload_of(whole)["published"]
+    assert shown["notes"] == [no_gap] and shown["rows"] == [] and shown["is_comparable"]
+    other = f"The published run ({theirs}) is not comparable: model, data.tokenizer."
+    shown = payload_of(cut)["published"]
+    assert shown["notes"] == [other, no_gap] and not shown["is_comparable"]
+    assert no_gap in analyzed(whole) and {other, no_gap} <= set(analyzed(cut))
+    # beyond the first point, but not validated yet
+    row = {"step": 100_000, "time": 0, "train/tokens": 100_000_000, "train/loss": 4.5}
+    append_row(whole.metrics, row)
+    said = payload_of(whole)["published"]["notes"]
+    assert "logged nothing to compare between 65,536,000 and 1,703,936,000 tokens" in said[0]
+    append_row(whole.metrics, {**row, "eval/loss": 4.25})
+    shown = payload_of(whole)["published"]
+    assert shown["notes"] == [] and len(shown["rows"]) == 1
 
 
 def noisy_law(num_rows=2000, seed=0, **law):
