@@ -108,7 +108,7 @@ def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
 @cache
 def _published_runs() -> dict[str, str]:
     """Return {name of a run, or of its curve: recipe} of recipes/published/."""
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted((RECIPES / "published").glob("*.json")):
         section = read_json(path)["published"]
         found |= {section[key]: f"published/{path.stem}" for key in ("run", "curve") if key in section}
