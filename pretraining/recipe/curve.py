@@ -127,12 +127,8 @@ def differs_from_published(recipe: dict) -> list[str]:
         return []
     try:
         changes = changed_parts(recipe, load_recipe(next(filter(None, known))).to_dict())
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-    ):  # of a run folder: a report is written all the same
+    # that of a run folder may be damaged: a report is written all the same
+    except (UserError, ValueError, TypeError, AttributeError, KeyError):
         return []
     keys = [change.key for change in changes if change.key not in SAME_TEXT]
     of_model = [key for key in keys if key.startswith("model.")]
