@@ -93,6 +93,8 @@ def train(
             while not attempt(Job(recipe, plan, data, run, options, monitors, arrival)):
                 # Rolled back: the run's journal names the step to go on from and the samples to leave out.
                 options.resume = "auto"
+    # All is saved and written: from here on a signal ends this process as it ends any other.
+    monitors.stop.signals.close()
 
 
 def attempt(job: "Job") -> bool:

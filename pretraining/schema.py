@@ -155,7 +155,7 @@ def _is_right(schema: dict) -> Callable[[Any], bool]:
 def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dict) -> Any:
     """Return the value as the first branch that fits reads it.
 
-    If none fits, the error is that of the last branch, or of the one for lists or objects if such a value is given.
+    If none fits, the error is that of the last branch, or of the one for lists, objects or words if it is one.
     """
     for branch in branches:
         try:
@@ -165,10 +165,12 @@ def _check_any(value: Any, branches: list[dict], where: str, key: str, root: dic
     lists = [branch for branch in branches if branch.get("type") == "array"]
     if hint := "".join(_list_hint(value, branch, root) for branch in lists):
         raise problem(where, key, f"is {_shown(value)}{hint}")
-    # the branch of its own type says what is wrong inside
+    # the branch of its own type says what is wrong inside; beside lists alone, a string was meant as one of the words
     kind = {list: "array", dict: "object"}.get(type(value))
     same = [branch for branch in branches if kind and branch.get("type") == kind]
-    return check(value, (same or branches)[-1], where, key, root)
+    words = [branch for branch in branches if "enum" in branch]
+    is_word = isinstance(value, str) and len(words) + len(lists) == len(branches)
+    return check(value, (same or (words if is_word else branches))[-1], where, key, root)
 
 
 def _check_alone(value: Any, schema: dict, where: str, key: str, root: dict) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m pretraining.data verify|stats|inspect|convert|quality|push DIR`: what one does with prepared data."""
+"""`python -m pretraining.data verify|stats|inspect|convert|push DIR|quality FILE`: what one does with prepared data."""
 
 import argparse
 import json
@@ -224,7 +224,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what = "with --from: documents kept for validation, by a hash of their tokens (default 0.005)"
     add(convert, "--validation_share", what, type=float, default=0.005, metavar="SHARE")
     what = "train a classifier of good and other texts, for the filter rule quality"
-    quality = _verb(verbs, run_quality, what, "the classifier to write, an .npz file")
+    quality = _verb(verbs, run_quality, what, "the classifier to write, an .npz file", "FILE")
     for side in ("good", "other"):
         what = f"file, folder or glob of {side} texts: .txt, .jsonl, .parquet"
         quality.add_argument(f"--{side}", required=True, help=what, metavar="PATH")
@@ -237,9 +237,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _verb(
-    verbs, run: Callable, summary: str, of: str = "data set, such as data/python-stdlib"
+    verbs,
+    run: Callable,
+    summary: str,
+    of: str = "data set, such as data/python-stdlib",
+    shown_as: str = "DIR",
 ) -> argparse.ArgumentParser:
-    """Add the subcommand `name` of a function `run_name`, with DIR, --json and its examples."""
+    """Add the subcommand `name` of a function `run_name`, with its place (DIR), --json and its examples."""
     name = run.__name__.removeprefix("run_")
     shown = {
         "help": summary,
@@ -247,7 +251,7 @@ def _verb(
         "epilog": EXAMPLES_OF[name],
     }
     parser = verbs.add_parser(name, **shown, allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar="DIR", help=of)
+    parser.add_argument("folder", type=Path, metavar=shown_as, help=of)
     what = "print the answer as JSON, without a progress bar"
     parser.add_argument("--json", action="store_true", help=what)
     parser.set_defaults(run=run, after_interrupt="nothing was changed")

@@ -276,10 +276,12 @@ def check_blocks(
     data: Data,
     sequence_length: int,
     workable_share: Callable[[int, int], float | None] = lambda *_: None,
+    is_part: bool = False,
 ) -> None:
     """Raise UserError unless train, the held-out share and each validation source hold a block, and a target more.
 
     workable_share: finds a data.validation_share that leaves each split a block, from tokens there are and wanted.
+    is_part: whether the splits are what a run reads of a data set that holds more.
     """
     # One more than the inputs: the target of the last one.
     wanted = sequence_length + 1
@@ -301,7 +303,11 @@ def check_blocks(
     if not short:
         return
     share = workable_share(total, wanted) if data.validation_share else None
-    if share is not None:
+    whole = f"{total:,} tokens that this run reads" if is_part else f"corpus's {total:,} tokens"
+    if is_part:
+        advice = f"set data.validation_share above {data.validation_share:g} (with a data.name of its own), or let "
+        advice += "the run read more (budget.tokens, data.sources max_tokens)"
+    elif share is not None:
         advice = f"set data.validation_share to {share:g} (it is {data.validation_share:g})"
     elif total < len(counts) * wanted:
         blocks = "two blocks need" if len(counts) == 2 else "one block needs"
@@ -309,6 +315,6 @@ def check_blocks(
     else:
         advice = "add text or documents, change data.validation_share, or shorten the sequence length"
     raise UserError(
-        f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the corpus's {total:,} tokens, too "
+        f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the {whole}, too "
         f"few for one block of {wanted:,} (sequence length {sequence_length:,} and one target); {advice}"
     )

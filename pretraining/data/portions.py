@@ -112,6 +112,20 @@ def check_enough(manifest: dict, portions: list[Portion | None], place: Path | s
         )
 
 
+def may_hold_more(manifest: dict, portions: list[Portion | None]) -> dict[int, Portion]:
+    """Return {source: its portion} for the sources of which a data set may hold more, by its manifest alone."""
+    sources = manifest.get("sources", [])
+    more = {number: portion for number, portion in enumerate(portions) if portion is not None}
+    for number, portion in list(more.items()):
+        cut = sources[number].get("cut") if number < len(sources) else None
+        if cut and portion.is_reached(cut["documents"], cut["tokens"]):
+            # Does the data set end exactly where the portion does?
+            before = cut["documents"] - 1, cut["tokens"] - cut["last_document_tokens"]
+            if not portion.is_reached(*before):
+                del more[number]
+    return more
+
+
 def excerpt_of(
     manifest: dict,
     splits: dict[str, "TokenSplit"],
@@ -122,16 +136,8 @@ def excerpt_of(
 
     read_positions: reads `validation_positions` [documents of validation], only if they are needed.
     """
-    sources, cuts = manifest.get("sources", []), {}
-    for number, portion in enumerate(portions):
-        if portion is None:
-            continue
-        cut = sources[number].get("cut") if number < len(sources) else None
-        if cut and portion.is_reached(cut["documents"], cut["tokens"]):
-            # Does the data set end exactly where the portion does?
-            before = cut["documents"] - 1, cut["tokens"] - cut["last_document_tokens"]
-            if not portion.is_reached(*before):
-                continue
+    cuts = {}
+    for number, portion in may_hold_more(manifest, portions).items():
         if held := _exact_portion(splits["train"], number, portion):
             cuts[number] = held
     if not cuts:

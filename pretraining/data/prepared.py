@@ -15,6 +15,7 @@ import numpy as np
 from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, ArrivingSplit
 from pretraining.data.manifest import (
     POSITIONS_FILE,
+    check_blocks,
     data_differences,
     fitting_beside,
     num_shard_bytes,
@@ -146,7 +147,8 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
 
     data_root: a local folder, or an address of fsspec, whose shards are kept in `cache` (default: `ShardCache.of()`).
     Raises UserError if the data is not prepared, was prepared from another data section or tokenizer, has more ids than
-    the model, or if a shard is missing, truncated or damaged; one at an address is checked when it is fetched.
+    the model, if a shard is missing, truncated or damaged (one at an address is checked when it is fetched), or if the
+    part that the run reads has no block of validation.
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or ShardCache.of())
@@ -164,9 +166,23 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
     # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder, manifest)
-    manifest = excerpt_of(manifest, splits, portions_of(recipe), lambda: np.load(folder / POSITIONS_FILE))
+    manifest = _part_of(recipe, manifest, splits, lambda: np.load(folder / POSITIONS_FILE))
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
+
+
+def check_part(recipe: Recipe, folder: Path, manifest: dict) -> None:
+    """Raise UserError if what the run reads of a data set has no block of training or of validation."""
+    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
+    _part_of(recipe, manifest, splits, lambda: np.load(folder / POSITIONS_FILE))
+
+
+def _part_of(recipe: Recipe, manifest: dict, splits: dict[str, Any], read_positions: Callable) -> dict:
+    """Return the manifest of what the run reads (`excerpt_of`); UserError if a split of it has no block."""
+    part = excerpt_of(manifest, splits, portions_of(recipe), read_positions)
+    if part is not manifest:
+        check_blocks(part["splits"], recipe.data, recipe.sequence_length, is_part=True)
+    return part
 
 
 def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedData:
@@ -183,7 +199,7 @@ def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedD
     folder = remote.local_folder(manifest)
     check_enough(manifest, portions_of(recipe), remote.address, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
-    manifest = excerpt_of(manifest, splits, portions_of(recipe), remote.read_positions)
+    manifest = _part_of(recipe, manifest, splits, remote.read_positions)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 

@@ -158,7 +158,8 @@ def list_files(spec: str, key: str = "data.sources", form: str | None = None) ->
     suffixes = SUFFIXES_OF[form]
     found = _remote_files(spec, key, suffixes) if is_remote(spec) else _local_files(spec, key, suffixes)
     if not found:
-        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)})")
+        looked_in = "" if is_remote(spec) else f" (looked in {Path.cwd()})"
+        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)}){looked_in}")
     # By parts, not by the whole string: the order of folders, the same on every machine.
     return sorted(found, key=lambda file: PurePosixPath(file.name).parts)
 

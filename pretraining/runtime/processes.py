@@ -40,8 +40,7 @@ class SignalListener:
         self._read_end, write_end = os.pipe()
         # set_wakeup_fd refuses a descriptor that blocks
         os.set_blocking(write_end, False)
-        for number in ASKING:
-            signal.signal(number, _wake_the_listener)
+        self._before = {number: signal.signal(number, _wake_the_listener) for number in ASKING}
         # Python runs handlers between two instructions of the main thread, which may wait in a collective for minutes.
         # The pipe is written to at once, and a thread reads it.
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -51,6 +50,12 @@ class SignalListener:
         )
         os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_forget)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def close(self) -> None:
+        """Put the handlers back that were there before: nobody asks for what was received any more."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
 
     def _listen(self) -> None:
         first_at = 0.0
@@ -72,6 +77,18 @@ def ignore_in_worker() -> None:
     for number in ASKING:
         # launchers and terminals signal workers too, and the rank fails if one of its workers dies
         signal.signal(number, signal.SIG_IGN)
+
+
+def kill_workers() -> None:
+    """Kill the data workers that are left. It is for the exit: `atexit.register(kill_workers)`.
+
+    multiprocessing would send them SIGTERM there, which they ignore, and then wait for them without a limit.
+    """
+    import multiprocessing  # not above: a plan does without
+
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def end_with_standard_input() -> None:

@@ -3,6 +3,7 @@
 The loop is transformers'. Only public methods are overridden here. upstream/transformers.py opens private ones.
 """
 
+import atexit
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ from pretraining.recipe import Recipe
 from pretraining.runtime.journal import NOTHING_HEALED
 from pretraining.runtime.metric_names import OF_AVERAGE
 from pretraining.runtime.process_group import ALONE, RankGroups
-from pretraining.runtime.processes import ignore_in_worker
+from pretraining.runtime.processes import ignore_in_worker, kill_workers
 from pretraining.runtime.run_folder import is_validated
 from pretraining.training import optimizers
 from pretraining.training.activations import LogitClip
@@ -43,6 +44,7 @@ from pretraining.training.stopping import StoppingCallback, repeats_validation
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer, stepping_optimizers
 from pretraining.upstream.split_weights import expert_groups_of
+from pretraining.upstream.torch import LoaderWorkers
 from pretraining.upstream.transformers import OpenTrainer
 from pretraining.upstream.wide_weights import split_by_type
 
@@ -108,6 +110,7 @@ class PretrainingTrainer(OpenTrainer):
         self.journal = monitors.start.journal if monitors else NOTHING_HEALED
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
+        self.workers: LoaderWorkers | None = None
         with training_refusals(recipe.path):  # before anything of the run is written
             super().__init__(
                 model=model,
@@ -156,6 +159,9 @@ class PretrainingTrainer(OpenTrainer):
             if self.checkpoints:
                 self.checkpoints.writer.wait_for_marker()  # written behind training; the process ends with it
             raise
+        finally:
+            if self.workers is not None:
+                self.workers.end()
         self._leave_if_stopped()
         return result
 
@@ -294,6 +300,8 @@ class PretrainingTrainer(OpenTrainer):
         if loader.num_workers:
             batches = loader.base_dataloader
             batches.worker_init_fn = partial(_begin_worker, batches.worker_init_fn)
+            self.workers = LoaderWorkers(batches)
+            atexit.register(kill_workers)  # if a worker does not leave, or a second one could not be started
         return loader
 
     def get_batch_samples(

@@ -20,6 +20,11 @@ The compiler:
   torch documents in its private module alone. Otherwise each number of documents or tokens would be a graph. Held by
   test_compiling.py and test_loss.py; may go once torch.compiler has them.
 
+Workers of a loader (`LoaderWorkers`): `DataLoader._get_iterator` makes the iterator that has them, and
+`_shutdown_workers` ends them. torch calls the latter only when the iterator is collected: neither one whose workers are
+persistent, nor one that a traceback refers to, is collected before the exit. Held by test_stopping.py; may go once a
+DataLoader can be closed.
+
 Operators whose results a selectively recomputed layer keeps (`DEAR_OPERATORS`): torch selects them by the names of its
 own operators. Held by test_planning_sizes.py; may go once torch has a policy for products and attention.
 
@@ -41,6 +46,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import cpuinfo
 import torch
@@ -74,6 +80,25 @@ def hook_first(optimizer: torch.optim.Optimizer, hook: Callable, after_step: boo
         handle, hooks = optimizer.register_step_pre_hook(hook), optimizer._optimizer_step_pre_hooks
     hooks.move_to_end(handle.id, last=False)
     return handle
+
+
+class LoaderWorkers:
+    """The processes that read for a loader, from now on, until `end`."""
+
+    def __init__(self, loader: Any) -> None:
+        """loader: a `DataLoader` that has workers and has not been read yet."""
+        make, self._iterators = loader._get_iterator, []
+
+        def make_and_keep() -> Any:
+            self._iterators.append(make())
+            return self._iterators[-1]
+
+        loader._get_iterator = make_and_keep
+
+    def end(self) -> None:
+        """Ask the workers to leave, and wait some seconds for each. The loader cannot be read any more."""
+        while self._iterators:
+            self._iterators.pop()._shutdown_workers()
 
 
 _DEAR = """mm addmm _scaled_mm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention

@@ -323,13 +323,15 @@ def test_truncated_files_are_refused(root, tmp_path, suffix):
 
 
 def test_paths_that_hold_nothing_readable_are_refused(root, tmp_path):
-    """Missing path, unknown suffix, folder without readable files, a table without the column."""
+    """Missing path, unknown suffix, no readable files, a table without the column; from where a path counts."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.csv").write_text("x")
-    assert "no such file or folder" in refusal(root, recipe_for(tmp_path / "nowhere"))
+    looked_in = f"(looked in {Path.cwd()})"
+    assert f"no such file or folder {looked_in}" in refusal(root, recipe_for(tmp_path / "nowhere"))
+    assert looked_in in refusal(root, recipe_for("nowhere/*.txt"))
     assert "unknown suffix" in refusal(root, recipe_for(tmp_path / "a.csv"))
     assert "no readable file" in refusal(root, recipe_for(tmp_path / "empty"))
     assert "no readable file" in refusal(root, recipe_for(tmp_path / "empty" / "*.txt"))

@@ -205,6 +205,10 @@ def test_the_command_line_is_cheap_and_honest(made, capsys):
         main(["convert", "--help"])
     summary = capsys.readouterr().out.partition("positional arguments")[0]
     assert all(form in summary for form in (*FORMATS, *READ_ONLY))
+    with pytest.raises(SystemExit):
+        main(["quality", "--help"])
+    helped = capsys.readouterr().out
+    assert "FILE" in helped and "DIR" not in helped
     finished = execute([*TOOL, "stats", made.folder, "--no-tokens"])
     assert finished.code == 0 and "tokens per document" in finished.stdout
     finished = execute([*TOOL, "verify", made.folder / "nowhere"])

@@ -117,6 +117,17 @@ def test_run_sees_its_own_part_of_what_others_had_prepared(sources, tmp_path):
     assert bytes_of(data) == held
 
 
+def test_a_part_without_validation_is_one_line(sources, tmp_path):
+    """Bad input: the data holds enough, and what this run reads of it nothing to validate on; both commands say so."""
+    share = {"validation_share": 0.05}
+    large, small = capped(sources, None, None, **share), capped(sources, 50, 50, **share)
+    prepare(tmp_path / "data", large)
+    said = r"validation has 0 of the \d+ tokens that this run reads, .*; set data.validation_share above 0.05 "
+    assert re.search(said, refusal(open_prepared, small, tmp_path / "data"))
+    assert re.search(said, refusal(prepare, tmp_path / "data", small))
+    prepare(tmp_path / "data", large)
+
+
 def test_only_what_is_wanted_is_read(sources, tmp_path):
     """What is behind the cap is never read: a filter that would fail there is not asked, nor is a broken line."""
     lines = sources[0].read_text().splitlines()[:60]

@@ -138,7 +138,7 @@ MISTAKES = {
     "of n-grams": ({"rule": "gopher_repetition", "max_top_ngrams": {"2": True}}, "is true where a number"),
     "required": ({"rule": "language"}, "data.filters.0.languages: is missing"),
     "language": ({"rule": "language", "languages": ["eng"]}, "did you mean 'en'?"),
-    "model": ({"rule": "language", "languages": ["en"], "model": "none.bin"}, "none.bin: no such file"),
+    "model": ({"rule": "language", "languages": ["en"], "model": "none.bin"}, "none.bin: no such file (looked in"),
     "no words": ({"rule": "blocklist"}, "needs at least one of words, path, languages"),
     "list of words": ({"rule": "blocklist", "languages": ["xx"]}, 'is the string "xx", not one of "ar", '),
     "no share": ({"rule": "alphabetic", "min_share": None}, "needs at least one of min_share, max_share"),
@@ -229,7 +229,7 @@ def test_what_is_no_classifier_is_one_line(classifier, tmp_path, capsys):
     (tmp_path / "torn.npz").write_bytes(content[: len(content) // 2])
     np.savez(tmp_path / "small.npz", weights=np.zeros(5, np.float32))
     (tmp_path / "few.jsonl").write_text(json.dumps({"text": "one"}))
-    wrong = {"torn": "no classifier", "small": "another version", "none": "no such file"}
+    wrong = {"torn": "no classifier", "small": "another version", "none": r"no such file \(looked in"}
     for name, said in wrong.items():
         with pytest.raises(UserError, match=rf"data\.filters\.0\.quality.*{said}|{said}"):
             rule = {"rule": "quality", "model": str(tmp_path / f"{name}.npz"), "min_score": 0.5}

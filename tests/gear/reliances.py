@@ -229,6 +229,9 @@ torch test_gradient_monitors.py
     torch.optim.Optimizer._optimizer_step_pre_hooks
 torch test_averages.py
     torch.optim.Optimizer._optimizer_step_post_hooks
+torch test_stopping.py
+    torch.utils.data.DataLoader._get_iterator(self)
+    torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers(self)
 torch test_operators.py
     torch.utils.cpp_extension.load(name, sources, extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags,
         extra_include_paths, build_directory, verbose, with_cuda, with_sycl, is_python_module, is_standalone,

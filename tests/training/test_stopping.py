@@ -1,6 +1,12 @@
-"""Promise: nothing committed is lost. A run that is asked to stop saves, and says so by its exit code."""
+"""Promise: nothing committed is lost. A run that is asked to stop saves, and says so by its exit code.
 
+`python -m tests.training.test_stopping OPTIONS` is `train.py OPTIONS`, and prints what is left once it has ended.
+"""
+
+import json
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -8,11 +14,24 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from transformers import TrainerCallback
 
+from pretraining.recipe import load_recipe
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.run_folder import RunFolder
-from tests.gear.runs import REPOSITORY, TIMEOUT_SECONDS, Run, Started, committed, completed, execute
+from tests.gear.runs import (
+    REPOSITORY,
+    SMALL_RECIPE,
+    TIMEOUT_SECONDS,
+    TOKENIZER,
+    Run,
+    Started,
+    committed,
+    completed,
+    execute,
+)
 
 LISTENING = (
     "import os, sys, time\n"
@@ -178,3 +197,89 @@ def test_a_launchers_sigterm_to_every_process_spares_the_data_workers(workshop, 
         finished = started.finish()
     assert finished.code == STOPPED and "Traceback" not in finished.stderr, finished.output
     assert run.events[-1]["reason"] == "SIGTERM" and len(committed(output)) >= 1
+
+
+def test_closed_the_listener_leaves_signals_to_the_system(listening):
+    """After training one SIGTERM ends the process, as it does any other, though the listener has heard one before."""
+    process = listening(
+        "os.kill(os.getpid(), 15)\n"
+        "while listener.received is None: time.sleep(0.001)\n"
+        "listener.close()\n"
+        "os.kill(os.getpid(), 15)\n"
+        "time.sleep(60)\n"
+    )
+    assert process.wait(TIMEOUT_SECONDS) == -signal.SIGTERM
+
+
+def test_the_exit_does_not_wait_for_a_data_worker():
+    """multiprocessing would send SIGTERM, which a worker ignores, and then wait for ever."""
+    program = (
+        "import atexit, multiprocessing, time\n"
+        "from pretraining.runtime.processes import ignore_in_worker, kill_workers\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "ignores = context.Event()\n"
+        "def work(): ignore_in_worker(), ignores.set(), time.sleep(600)\n"
+        "context.Process(target=work, daemon=True).start()\n"
+        "ignores.wait()\n"
+        "atexit.register(kill_workers)\n"
+    )
+    finished = execute([sys.executable, "-c", program], timeout=60)
+    assert (finished.code, finished.stderr, finished.strays) == (0, "", ())
+
+
+@pytest.mark.parametrize("failing, persistent", [(False, True), (True, False)])
+def test_no_data_worker_outlives_the_training(tmp_path, failing, persistent):
+    """Neither a persistent one, whose loader keeps it, nor one that the traceback of a failure keeps."""
+    from pretraining.model.build import build_model
+    from pretraining.model.loss import build_loss
+    from pretraining.training.arguments import build_arguments
+    from pretraining.training.trainer import PretrainingTrainer, RunParts
+
+    settings = [f"training.dataloader_persistent_workers={str(persistent).lower()}"]
+    settings += ["training.dataloader_num_workers=2", "training.eval_strategy=no", "training.save_strategy=no"]
+    recipe = load_recipe("features/gpt2", settings)
+    arguments = build_arguments(recipe, None, tmp_path, 1, 2)
+    model = build_model(SMALL_RECIPE["model"], TOKENIZER, arguments)
+    seen, ended = [], None
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            seen.append(len(multiprocessing.active_children()))
+            if failing:
+                raise RuntimeError("failed")
+
+    trainer = PretrainingTrainer(
+        recipe,
+        model,
+        arguments,
+        loss=build_loss(model),
+        train_dataset=[{"input_ids": np.arange(8), "labels": np.arange(8)}] * 64,
+        parts=RunParts(callbacks=[Looks()]),
+    )
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        ended = error  # with its traceback, which refers to the iterator
+    left = multiprocessing.active_children()
+    for worker in left:
+        worker.kill()
+    assert set(seen) == {2} and (ended is not None) == failing and not left
+
+
+def test_nothing_is_left_after_a_run(workshop, tmp_path):
+    """A finished run has no data worker that its exit could wait for, and one SIGTERM would end it."""
+    settings = ("training.dataloader_num_workers=2", "training.dataloader_persistent_workers=true")
+    command = workshop.command(tmp_path / "run", "null", 1, "plain", (*settings, "training.eval_strategy=no"))
+    place = command.index("train.py")
+    finished = completed([*command[:place], "-m", "tests.training.test_stopping", *command[place + 1 :]])
+    assert Run(tmp_path / "run").events[-1]["event"] == "end"
+    assert json.loads(finished.stdout.splitlines()[-1]) == {"workers": 0, "handler": signal.SIG_DFL}
+
+
+if __name__ == "__main__":
+    runpy.run_path("train.py", run_name="__main__")
+    left = {
+        "workers": len(multiprocessing.active_children()),
+        "handler": signal.getsignal(signal.SIGTERM),
+    }
+    print(json.dumps(left))

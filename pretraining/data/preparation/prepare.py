@@ -21,7 +21,7 @@ from pretraining.data.manifest import (
     report_text,
     source_entries,
 )
-from pretraining.data.portions import lacking, portions_of, targets_beside
+from pretraining.data.portions import lacking, may_hold_more, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution, run_stages
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
@@ -166,6 +166,11 @@ def prepare_data(
         check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
         # Also for data of an earlier run, as sequence length and model may be others now.
         check_blocks(manifest["splits"], recipe.data, recipe.sequence_length)
+        if may_hold_more(manifest, portions):
+            # Here, because it imports numpy.
+            from pretraining.data.prepared import check_part
+
+            check_part(recipe, folder, manifest)
     return Outcome(folder, Path(data_root), recipe.data.sources, manifest, kept, jobs)
 
 

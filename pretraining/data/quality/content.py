@@ -66,7 +66,7 @@ class Language(Rule):
 
     def __post_init__(self):
         if not self._path.is_file():
-            raise UserError(f"model: {self.model}: no such file")
+            raise UserError(f"model: {self.model}: no such file (looked in {Path.cwd()})")
         # Looked for and not imported: a check of a recipe does not need the module itself.
         if find_spec("fasttext") is None:
             require("fasttext", _PURPOSE)
@@ -139,7 +139,7 @@ class Quality(Rule):
     def __post_init__(self):
         if not Path(self.model).is_file():
             remedy = "python -m pretraining.data quality --help says how to train one"
-            raise UserError(f"model: {self.model}: no such file; {remedy}")
+            raise UserError(f"model: {self.model}: no such file (looked in {Path.cwd()}); {remedy}")
         if self.model.lower().endswith((".bin", ".ftz")) != (self.label is not None):
             raise UserError("label: goes with a model of fastText (.bin, .ftz), and such a model needs it")
 
