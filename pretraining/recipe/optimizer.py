@@ -182,8 +182,9 @@ class Optimizer(Section):
         if self.name == "muon" or not keys:
             return
         at_default = ", ".join(f"{key} {json.dumps(defaults[key])}" for key in keys)
-        what = f"is read by optimizer.name muon alone, and that is {self.name}; leave {', '.join(keys)} out"
-        yield f"optimizer.{keys[0]}", f"{what} (over a base that sets them: {at_default}), or set optimizer.name=muon"
+        what = f"is read by optimizer.name muon alone, and that is {self.name}; leave {', '.join(keys)} out "
+        what += f"(over a base that sets them: {at_default}), or set optimizer.name=muon"
+        yield f"optimizer.{keys[0]}", what
 
     def check_course(self, num_steps: float) -> Wrong:
         """Own coefficients are three a step, and the points of the table fit into a run of `num_steps`."""

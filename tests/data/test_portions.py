@@ -122,7 +122,9 @@ def test_a_part_without_validation_is_one_line(sources, tmp_path):
     share = {"validation_share": 0.05}
     large, small = capped(sources, None, None, **share), capped(sources, 50, 50, **share)
     prepare(tmp_path / "data", large)
-    said = r"validation has 0 of the \d+ tokens that this run reads, .*; set data.validation_share above 0.05 "
+    said = (
+        r"validation has 0 of the \d+ tokens that this run reads, .*; set data.validation_share above 0.05 "
+    )
     assert re.search(said, refusal(open_prepared, small, tmp_path / "data"))
     assert re.search(said, refusal(prepare, tmp_path / "data", small))
     prepare(tmp_path / "data", large)

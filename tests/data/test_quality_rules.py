@@ -138,7 +138,10 @@ MISTAKES = {
     "of n-grams": ({"rule": "gopher_repetition", "max_top_ngrams": {"2": True}}, "is true where a number"),
     "required": ({"rule": "language"}, "data.filters.0.languages: is missing"),
     "language": ({"rule": "language", "languages": ["eng"]}, "did you mean 'en'?"),
-    "model": ({"rule": "language", "languages": ["en"], "model": "none.bin"}, "none.bin: no such file (looked in"),
+    "model": (
+        {"rule": "language", "languages": ["en"], "model": "none.bin"},
+        "none.bin: no such file (looked in",
+    ),
     "no words": ({"rule": "blocklist"}, "needs at least one of words, path, languages"),
     "list of words": ({"rule": "blocklist", "languages": ["xx"]}, 'is the string "xx", not one of "ar", '),
     "no share": ({"rule": "alphabetic", "min_share": None}, "needs at least one of min_share, max_share"),

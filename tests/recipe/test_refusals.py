@@ -252,8 +252,8 @@ experts model.decoder_sparse_step=65536
     layers with experts; change it, or take model_type qwen3
 experts 'model.mlp_only_layers=[0, 1, 2]'
     layers with experts; change it, or take model_type qwen3
-optimizer.polynomial=polar_express optimizer.matrix_learning_rate=0.1 optimizer.per_head=true optimizer.scale=match_adamw
-    optimizer.polynomial: is read by optimizer.name muon alone, and that is adamw; leave polynomial, per_head out (over a
+optimizer.polynomial=polar_express optimizer.matrix_learning_rate=0.1 optimizer.per_head=true
+    optimizer.polynomial: is read by optimizer.name muon alone, and that is adamw; leave polynomial, per_head out (over
 optimizer.polynomial=steepest
     optimizer.polynomial: is the string "steepest", not one of "steep", "converging", "polar_express"; did you mean
 optimizer.name=muon --deepspeed=zero3_offload

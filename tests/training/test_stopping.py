@@ -236,7 +236,11 @@ def test_no_data_worker_outlives_the_training(tmp_path, failing, persistent):
     from pretraining.training.trainer import PretrainingTrainer, RunParts
 
     settings = [f"training.dataloader_persistent_workers={str(persistent).lower()}"]
-    settings += ["training.dataloader_num_workers=2", "training.eval_strategy=no", "training.save_strategy=no"]
+    settings += [
+        "training.dataloader_num_workers=2",
+        "training.eval_strategy=no",
+        "training.save_strategy=no",
+    ]
     recipe = load_recipe("features/gpt2", settings)
     arguments = build_arguments(recipe, None, tmp_path, 1, 2)
     model = build_model(SMALL_RECIPE["model"], TOKENIZER, arguments)
