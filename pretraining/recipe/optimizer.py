@@ -8,11 +8,10 @@ into the weight behind it, which under Adam is the same method (Yang et al. 2022
 as large, with c times the rate, a c-th of the decay and of the epsilon, makes the same steps.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -27,8 +26,6 @@ _LEAVES_A_BRANCH = re.compile(r"\.(c_proj|o_proj|down_proj)\.")
 _QUERY = {"llama": re.compile(r"\.q_proj\."), "qwen3": re.compile(r"\.q_norm\.")}
 _FINAL_NORM = re.compile(r"(\.ln_f\.|^model\.norm\.)")
 HEAD_WEIGHT = "lm_head.weight"
-OF_MUON = ("momentum", "nesterov", "polynomial", "neuron_beta2", "per_head", "newton_schulz_steps", "scale")
-"""Keys of the section that only `name: muon` reads."""
 RULES = {"adamw": 1.0, "match_adamw": 0.5, "spectral": 0.0}
 """By which power of the width a hidden matrix' rate falls. Muon's updates have one spectral norm, and that is what
 must not grow (Yang et al. 2023): 1 under its scale `spectral`, with the root of the width under `match_adamw`."""
@@ -174,17 +171,6 @@ class Optimizer(Section):
         names = {HIDDEN: "matrix", EMBEDDING: "embedding", HEAD: "embedding", ROUTER: "embedding"}
         given = {kind: {key: getattr(self, f"{name}_{key}") for key in keys} for kind, name in names.items()}
         return [*(ParameterRow(kind=kind, **values) for kind, values in given.items()), *self.groups]
-
-    def check_read(self) -> Wrong:
-        """What only Muon reads is set for Muon alone."""
-        defaults = {each.name: each.default for each in fields(self) if each.name in OF_MUON}
-        keys = [key for key, default in defaults.items() if getattr(self, key) != default]
-        if self.name == "muon" or not keys:
-            return
-        at_default = ", ".join(f"{key} {json.dumps(defaults[key])}" for key in keys)
-        what = f"is read by optimizer.name muon alone, and that is {self.name}; leave {', '.join(keys)} out "
-        what += f"(over a base that sets them: {at_default}), or set optimizer.name=muon"
-        yield f"optimizer.{keys[0]}", what
 
     def check_course(self, num_steps: float) -> Wrong:
         """Own coefficients are three a step, and the points of the table fit into a run of `num_steps`."""

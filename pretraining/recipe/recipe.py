@@ -302,7 +302,6 @@ class Recipe:
         schedules = defined(extensions, "schedule")
         yield from check_schedule(self.budget, self.training, self.num_steps, where, schedules)
         yield from self.optimizer.check_course(self.num_steps)
-        yield from self.optimizer.check_read()
         yield from check_judged(self.budget, self.training, self.monitors.spikes)
         yield from check_mixture(self.data, self.num_samples, length, where)
         yield from check_mup(self.mup, model, self.weights.draw or ())

@@ -252,8 +252,6 @@ experts model.decoder_sparse_step=65536
     layers with experts; change it, or take model_type qwen3
 experts 'model.mlp_only_layers=[0, 1, 2]'
     layers with experts; change it, or take model_type qwen3
-optimizer.polynomial=polar_express optimizer.matrix_learning_rate=0.1 optimizer.per_head=true
-    optimizer.polynomial: is read by optimizer.name muon alone, and that is adamw; leave polynomial, per_head out (over
 optimizer.polynomial=steepest
     optimizer.polynomial: is the string "steepest", not one of "steep", "converging", "polar_express"; did you mean
 optimizer.name=muon --deepspeed=zero3_offload
@@ -326,16 +324,6 @@ def test_a_remedy_can_be_typed_as_it_stands(typed):
     for option, value in remedies:
         more, other = ([value], stage) if option == "set" else ([], value)
         load_recipe_and_ds_config("features/gpt2", [*settings, *more], other)
-
-
-def test_a_variant_that_leaves_muon_is_told_what_to_take_back():
-    """The keys that its base has set: with the values of the line it is a recipe of AdamW."""
-    settings = ["optimizer.name=adamw"]
-    said = refused(settings, recipe="features/normuon")
-    back = said.partition("(over a base that sets them: ")[2].partition(")")[0].split(", ")
-    assert [each.split()[0] for each in back] == ["polynomial", "neuron_beta2", "per_head"]
-    settings += [f"optimizer.{each.replace(' ', '=')}" for each in back]
-    assert load_recipe("features/normuon", settings).optimizer.name == "adamw"
 
 
 THROUGH_COMMANDS = (
