@@ -136,6 +136,7 @@ def forecast(options: argparse.Namespace) -> None:
         flops = Setup(member.recipe, None).flops.training * member.recipe.num_tokens
         values = {
             **chosen(options, "folder", "data_dir"),
+            "shape": SHAPE,
             "times": round(flops / ladder.most_flops, 2),
             "width": width,
             **described(ladder),

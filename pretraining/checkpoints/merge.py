@@ -27,7 +27,7 @@ from pretraining.command_line import (
 )
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.curve import changed_parts, some_keys
 from pretraining.runtime.imports import prepare_imports
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.run_folder import RunFolder
@@ -126,7 +126,7 @@ def _refuse_other_runs(checkpoints: list[Path]) -> None:
     for checkpoint, marker in zip(checkpoints, markers, strict=True):
         keys = {change.key for change in changed_parts(marker["recipe"], markers[-1]["recipe"])} - accepted
         if keys:
-            what = f"is of another run, with another {', '.join(sorted(keys)[:3])}"
+            what = f"is of another run, with another {some_keys(sorted(keys))}"
             raise UserError(f"{checkpoint}: {what}; name others with --steps")
 
 

@@ -124,10 +124,10 @@ def shape_notes(target: Recipe, members: list[Member]) -> list[str]:
     """Say which members are clearly deeper or shallower than the recipe: no law of sizes and tokens holds those."""
     own, off = widths_of(target.model), []
     for size, recipe in {member.size: member.recipe for member in members}.items():
-        layers = widths_of(recipe.model).layers
-        wanted = own.layers * widths_of(recipe.model).hidden / own.hidden
-        if abs(layers / wanted - 1) > LAYERS_OFF:
-            off.append(f"{layers} for {wanted:.3g} in {size}")
+        widths = widths_of(recipe.model)
+        wanted = own.layers * widths.hidden / own.hidden
+        if abs(widths.layers / wanted - 1) > LAYERS_OFF:
+            off.append(f"{widths.layers} for {wanted:.3g} in {size}")
     unit = own.hidden // math.gcd(own.hidden, own.layers)
     what = f"layers are rounded ({', '.join(off)}), so the sizes may not follow one law"
     return [f"{what}: widths that are multiples of {unit} keep the shape"] if off else []

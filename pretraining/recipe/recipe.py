@@ -319,8 +319,8 @@ class Recipe:
     def _check_judgement(self, metrics: Sequence[str]) -> Wrong:
         """What is judged is measured, when it is judged. metrics: those of extensions."""
         evaluation, training, keep_best = self.evaluation, self.training, self.checkpoints.keep_best
-        save, evaluate = training.save_steps, training.eval_steps or training.logging_steps
         # the Trainer takes `logging_steps` if `eval_steps` is left out
+        save, evaluate = training.save_steps, training.eval_steps or training.logging_steps
         # a save between two validations has no loss of its own step
         is_validated = training.save_strategy == training.eval_strategy == "steps" and not save % evaluate
         if keep_best and not is_validated:
