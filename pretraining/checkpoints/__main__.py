@@ -9,6 +9,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from pretraining.checkpoints.commands import (
+    add_run,
+    add_step,
+    chosen_checkpoints,
+    chosen_in_store,
+    refuse_existing,
+    run_of,
+    store_of,
+    whole_checkpoint,
+    write_export,
+)
 from pretraining.checkpoints.folders import (
     COMMITTED,
     DAMAGED,
@@ -25,18 +36,7 @@ from pretraining.checkpoints.folders import (
     step_of,
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing
-from pretraining.checkpoints.merge import (
-    Merge,
-    add_run,
-    add_step,
-    chosen_checkpoints,
-    chosen_in_store,
-    refuse_existing,
-    run_of,
-    store_of,
-    whole_checkpoint,
-    write_export,
-)
+from pretraining.checkpoints.merge import Merge
 from pretraining.checkpoints.upload import Push
 from pretraining.command_line import (
     add_trust,
