@@ -477,6 +477,7 @@ SHAPES = {
         {"model.n_layer": 4, "model.n_embd": 128, "model.n_head": 4, "model.n_positions": 128},
         20,
     ),
+    "tiny": Shape("tiny", {}, 5),
     # The GPT-2 small shape on the tokens of the tiny corpus; one sequence a rank and step.
     "124m": Shape("124m", {"model.n_positions": 1024}, 1),
     "1.5b": Shape("1.5b", {}, 1),

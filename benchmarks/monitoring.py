@@ -1,12 +1,14 @@
-"""What watching a run costs, and what its report weighs.
+"""What watching a run costs, or an average of its weights; and what its report weighs.
 
     python benchmarks/monitoring.py overhead --deepspeed null --pairs 20
+    python benchmarks/monitoring.py average --shape tiny --processes 2 --deepspeed zero2 --pairs 20
     python benchmarks/monitoring.py report --rows 1000000
 
 overhead: blocks of steps with all monitoring on (phases, metrics.jsonl, gathering of the ranks, the judging of every
 loss, heartbeats, a report written every five seconds and, once a block, noise scale and norms by layer) alternate with
 blocks without any of it, in one run; the ratio is the median over neighbouring blocks. The rank's own time on the
 processor, which a busy machine disturbs less, stands beside it.
+average: the same with `optimizer.average_decay`; blocks that move the average alternate with blocks that do not.
 report: a run folder of that many logged steps with planted spikes, written as a page and, where a Chromium and
 playwright are there, opened: bytes, seconds, and how many of the spikes the page holds.
 """
@@ -34,14 +36,14 @@ FEWEST_STEPS = 10
 
 def main() -> None:
     parser = step_parser(__doc__, pairs=20)
-    parser.add_argument("what", choices=("overhead", "report"))
+    parser.add_argument("what", choices=("overhead", "average", "report"))
     parser.add_argument("--logging_steps", type=int, default=10)
     parser.add_argument("--rows", type=int, default=1_000_000, help="logged steps of the report")
     options = parser.parse_args()
     if options.what == "report":
         measure_report(options)
     elif is_rank():
-        measure_overhead(options)
+        {"overhead": measure_overhead, "average": measure_average}[options.what](options)
     else:
         subprocess.run(as_ranks(options.processes), check=True)
 
@@ -49,7 +51,8 @@ def main() -> None:
 def measure_overhead(options: argparse.Namespace) -> None:
     """Train with a callback that switches the monitoring."""
     block_steps = SHAPES[options.shape].block_steps
-    switch, every = build_switch(block_steps), block_steps if block_steps >= FEWEST_STEPS else None
+    switch = build_switch(block_steps, monitoring_turned())
+    every = block_steps if block_steps >= FEWEST_STEPS else None
     monitored = {"training.logging_steps": options.logging_steps, "report.every_seconds": 5}
     monitored |= {"monitors.noise_scale_steps": every, "monitors.layer_norms_steps": every}
     # Two micro-batches a step, or the noise scale would have nothing to compare.
@@ -58,6 +61,23 @@ def measure_overhead(options: argparse.Namespace) -> None:
     if os.environ["RANK"] == "0":
         values = {**chosen(options, "what", "rows"), "gradients_measured_every_steps": every}
         record("monitoring", {**values, **switch.result()}, options.keep)
+
+
+def measure_average(options: argparse.Namespace) -> None:
+    """Train with a callback that switches the average's move, which an optimizer makes after its step."""
+    from pretraining.training import optimizers
+
+    block_steps, moving, make = SHAPES[options.shape].block_steps, [True], optimizers.get_ema_multi_avg_fn
+
+    def switched(decay: float):
+        move = make(decay)
+        return lambda *tensors: move(*tensors) if moving[0] else None
+
+    optimizers.get_ema_multi_avg_fn = switched
+    switch = build_switch(block_steps, lambda on: moving.__setitem__(0, on))
+    train_blocks(options, 2 * block_steps, options.pairs + 1, switch, {"optimizer.average_decay": 0.99})
+    if os.environ["RANK"] == "0":
+        record("average_step", {**chosen(options, "what", "rows", "logging_steps"), **switch.result()}, options.keep)
 
 
 def monitoring_methods() -> dict[tuple[type, str], Callable]:
@@ -84,9 +104,8 @@ def monitoring_methods() -> dict[tuple[type, str], Callable]:
     return {**nothing, (LossWatch, "_close_step"): forget}
 
 
-def build_switch(block_steps: int):
-    from transformers import TrainerCallback
-
+def monitoring_turned() -> Callable[[bool], None]:
+    """Return what turns all monitoring on or off."""
     from pretraining.reporting import live
 
     writers = []
@@ -101,8 +120,15 @@ def build_switch(block_steps: int):
         for writer in writers:
             writer.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
 
+    return turn
+
+
+def build_switch(block_steps: int, turn: Callable[[bool], None]):
+    """Return a callback that turns something off and on, and times the blocks of steps with it and without."""
+    from transformers import TrainerCallback
+
     class Switch(TrainerCallback):
-        """Blocks of steps, by turns with monitoring and without."""
+        """Blocks of steps, by turns with it and without."""
 
         def on_train_begin(self, args, state, control, **kwargs):
             self.on, self.seconds, self.processor_seconds = True, {True: [], False: []}, {True: [], False: []}
