@@ -77,11 +77,8 @@ def measure_average(options: argparse.Namespace) -> None:
     switch = build_switch(block_steps, lambda on: moving.__setitem__(0, on))
     train_blocks(options, 2 * block_steps, options.pairs + 1, switch, {"optimizer.average_decay": 0.99})
     if os.environ["RANK"] == "0":
-        record(
-            "average_step",
-            {**chosen(options, "what", "rows", "logging_steps"), **switch.result()},
-            options.keep,
-        )
+        values = {**chosen(options, "what", "rows", "logging_steps"), **switch.result()}
+        record("average_step", values, options.keep)
 
 
 def monitoring_methods() -> dict[tuple[type, str], Callable]:
