@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -196,6 +197,14 @@ def kept(path: Path, make: Callable[[], Any]) -> Any:
 def choices(values: dict) -> list[str]:
     """Return the words of a command that change a recipe: {dotted key: value}."""
     return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def on_each_core(work: Callable[[Any], Any], things: Iterable) -> list:
+    """Return what `work` finds of each thing; as many at a time as there are cores, what it starts on one of them."""
+    cores = sorted(os.sched_getaffinity(0))
+    # what a thread starts has the thread's core: it computes with as many threads as it has cores
+    with ThreadPoolExecutor(len(cores), initializer=lambda: os.sched_setaffinity(0, {cores.pop()})) as pinned:
+        return list(pinned.map(work, things))
 
 
 def as_ranks(ranks: int, *words) -> list[str]:

@@ -5,12 +5,11 @@
     python benchmarks/ladder.py pairs --keep
     python benchmarks/ladder.py forecast --small
 
-Each trains ladders of --recipe and then the runs that they foresee, in --folder. What has finished is not trained
-again: after a stop the same command goes on, run by run.
+Each trains ladders of --recipe and then the runs that they foresee, in --folder, one run on each core: `seconds` are
+their sum. What has finished is not trained again: after a stop the same command goes on, run by run.
 
-forecast: members of the family of four and more than eight times the compute of the largest run, with every seed:
-`error` of the foreseen loss, and whether the interval holds the measured one (`inside`). The family is SHAPE, whose
-widths have whole layers and heads: of the demo's four layers no ladder of this size keeps the shape.
+forecast: a member of the family of SHAPE, with tokens for four and for eight times the FLOPs of the largest run, and
+every seed: `error` of the foreseen loss, and whether the interval holds the measured one (`inside`).
 
 rates: a ladder with a grid of rates and batches; then at eight times its compute a cross around the best rate and batch
 that it foresees. `regret` is the loss there over the lowest of the cross.
@@ -28,18 +27,37 @@ import statistics
 import sys
 from pathlib import Path
 
-from gear import REPOSITORY, TEXT_FOLDERS, chosen, machine_texts, parser_of, record, write_corpus
+from gear import (
+    REPOSITORY,
+    TEXT_FOLDERS,
+    choices,
+    chosen,
+    machine_texts,
+    on_each_core,
+    parser_of,
+    record,
+    run_command,
+    write_corpus,
+)
 
+BYTES = {"data.name": "python-bytes", "data.tokenizer": {"units": "bytes"}, "model.vocab_size": 257}
+"""The demo's text, 10.8 million bytes of it: of tokens that are bytes no run of a minute has seen too few."""
 SHAPE = {
-    "model.hidden_size": 112,
-    "model.intermediate_size": 448,
-    "model.num_hidden_layers": 7,
-    "model.num_attention_heads": 7,
+    "model.hidden_size": 96,
+    "model.intermediate_size": 384,
+    "model.num_hidden_layers": 6,
+    "model.num_attention_heads": 6,
+    "model.max_position_embeddings": 64,
     "model.longest_ngram": 1,
+    "training.per_device_train_batch_size": 16,
     "optimizer.groups": [{"kind": "embedding", "learning_rate": 0.1}],
 }
-WIDTHS, TARGETS, FORECAST_TOKENS = "32,48,64", (96, 112), 9_300_000
-"""Of the ladder; of what it foresees. The tokens, of the widest, are read at most twice and a third."""
+"""Of what is foreseen. Narrower members have whole layers and heads; of the demo's four layers few would. Sequences are
+short: with 256 bytes a seed moves the end by 2 %, as a run learns to copy from far back sooner or later."""
+LADDER = {"widths": "32,48,64", "longest": 1.304}
+"""Up to an eighth of the FLOPs of the recipe."""
+FORECAST_TOKENS, SHARES = 9_400_000, (0.5, 1.0)
+"""Of the recipe, and the shares of it that are foreseen."""
 AROUND = (0.5, 1.0, 2.0)
 """Factors around the best rate and batch that are foreseen."""
 SMALL = {"budget.tokens": 24_576, "evaluation.max_validation_tokens": 2_000}
@@ -64,52 +82,76 @@ def main() -> None:
     {"forecast": forecast, "rates": rates, "pairs": pairs}[options.what](options)
 
 
-def ladder_of(options: argparse.Namespace, name: str, settings: dict, **more):
-    """Return the ladder of the recipe with these settings, up to an eighth of its compute; and the recipe."""
-    from pretraining.api import prepare, settings_of
+def ladder_of(options: argparse.Namespace, name: str, settings: dict, **asked):
+    """Return the ladder of the recipe with these settings, up to an eighth of its compute; and the recipe.
+
+    Its members are trained first, one on each core: the lines of `--commands`, the largest first.
+    """
+    from pretraining.api import prepare, settings_of, words_of
     from pretraining.ladder import climb
     from pretraining.recipe import load_recipe
 
     # all of the validation text: its first tokens are harder than the rest, and follow another law
     settings = {**(SMALL if options.small else {"budget.tokens": options.tokens}), **settings}
     prepare(options.recipe, set=settings, data_dir=options.data_dir, show=False)
-    small = {"widths": "24,32,40"} if options.small else {"up_to": UP_TO}
-    places = {"data_dir": options.data_dir, "output_dir": options.folder / name}
-    ladder = climb(options.recipe, set=settings, deepspeed="null", **places, **{**small, **more})
+    asked = {**({"widths": "24,32,40"} if options.small else {"up_to": UP_TO}), **asked}
+    asked |= {"deepspeed": "null", "data_dir": options.data_dir, "output_dir": options.folder / name}
+    words = [options.recipe, *words_of({"set": settings, **asked})]
+    lines = run_command(sys.executable, "-m", "pretraining.ladder", *words, "--commands").stdout.splitlines()
+    on_each_core(lambda line: run_command("bash", "-c", line), reversed(lines))
+    ladder = climb(options.recipe, set=settings, **asked)
     return ladder, load_recipe(options.recipe, settings_of(settings), "null")
 
 
-def members_of(recipe, width: int, folder: Path, **factors) -> list:
-    """Return the members of the recipe's family at a width and its tokens per parameter."""
+def members_of(recipe, folder: Path, **asked) -> list:
+    """Return the members of the recipe's family at its own width and tokens, if the choices say nothing else."""
     from pretraining.ladder.family import Choices, family_of
+    from pretraining.recipe.model import value_of
 
-    chosen = Choices(widths=(width,), points=1, longest=1.0, **factors)
-    members = family_of(recipe, chosen, folder / "recipes")
+    own = {"widths": (value_of(recipe.model, "hidden_size"),), "points": 1, "longest": 1.0}
+    members = family_of(recipe, Choices(**{**own, **asked}), folder / "recipes")
     for member in members:
         member.write()
     return members
 
 
-def measured(options: argparse.Namespace, ladder, member, folder: Path, seeds: list[int]) -> dict:
-    """Train a member with each seed, unless that is done; return its losses beside what its ladder foresees."""
-    from pretraining.api import run
+def losses_of(options: argparse.Namespace, members: list, folder: Path, seeds: list[int]) -> dict[str, list]:
+    """Train each member with each seed, unless that is done, one on each core; return the losses by member."""
+    from pretraining.runtime.durable_files import read_rows
+    from pretraining.runtime.run_folder import RunFolder
+
+    runs = [(member, seed) for member in members for seed in seeds]
+
+    def loss_of(run: tuple) -> float:
+        member, seed = run
+        place = run_of(folder, member, seed)
+        words = ["--recipe", member.recipe.path, "--data_dir", options.data_dir, "--output_dir", place]
+        run_command(sys.executable, "train.py", *words, *choices({"training.seed": seed}))
+        rows = [row for row in read_rows(RunFolder(place).metrics) if "eval/loss" in row]
+        return round(rows[-1]["eval/loss"], 5)
+
+    losses = on_each_core(loss_of, runs)
+    return {
+        member.name: [loss for (each, _), loss in zip(runs, losses, strict=True) if each is member]
+        for member in members
+    }
+
+
+def run_of(folder: Path, member, seed: int) -> Path:
+    return folder / f"{member.name}-seed{seed}"
+
+
+def compared(ladder, member, folder: Path, seeds: list[int], losses: list[float]) -> dict:
+    """Return the losses of a member's runs beside what its ladder foresees."""
     from pretraining.planning.ladder import DECAYED
 
     foreseen = ladder.fits[DECAYED].at(member.parameters, member.recipe.num_tokens)
-    places = [folder / f"{member.name}-seed{seed}" for seed in seeds]
-    losses = []
-    for place, seed in zip(places, seeds, strict=True):
-        settings = {"training.seed": seed}
-        end = run(member.recipe.path, set=settings, data_dir=options.data_dir, output_dir=place)
-        if end.exit_reason != "finished":
-            sys.exit(f"{place}: {end.exit_reason}; the same command goes on")
-        losses.append(end.metrics["eval/loss"])
     return {
         "foreseen": [round(value, 5) for value in foreseen],
-        "losses": [round(loss, 5) for loss in losses],
+        "losses": losses,
         "error": round(foreseen.loss / statistics.mean(losses) - 1, 5),
         "inside": sum(foreseen.low <= loss <= foreseen.high for loss in losses),
-        "seconds": seconds_of(places),
+        "seconds": seconds_of([run_of(folder, member, seed) for seed in seeds]),
     }
 
 
@@ -130,17 +172,19 @@ def forecast(options: argparse.Namespace) -> None:
     from pretraining.planning.setup import Setup
 
     options.recipe, options.tokens = "tiny", FORECAST_TOKENS
-    ladder, recipe = ladder_of(options, "forecast", SHAPE, **({} if options.small else {"widths": WIDTHS}))
-    for width in TARGETS[:1] if options.small else TARGETS:
-        (member,) = members_of(recipe, width, options.folder)
+    ladder, recipe = ladder_of(options, "forecast", {**BYTES, **SHAPE}, **({} if options.small else LADDER))
+    for share in SHARES:
+        folder = options.folder / f"share{share:g}"
+        (member,) = members_of(recipe, folder, longest=share)
         flops = Setup(member.recipe, None).flops.training * member.recipe.num_tokens
+        losses = losses_of(options, [member], folder, options.seeds)[member.name]
         values = {
             **chosen(options, "folder", "data_dir"),
             "shape": SHAPE,
+            "ladder": LADDER,
             "times": round(flops / ladder.most_flops, 2),
-            "width": width,
             **described(ladder),
-            **measured(options, ladder, member, options.folder, options.seeds),
+            **compared(ladder, member, folder, options.seeds, losses),
             "notes": ladder.fits[DECAYED].notes,
         }
         record("ladder_forecast", values, options.keep)
@@ -149,28 +193,31 @@ def forecast(options: argparse.Namespace) -> None:
 def rates(options: argparse.Namespace) -> None:
     from pretraining.ladder.fit import best_at
     from pretraining.planning.ladder import matmul_parameters
-    from pretraining.recipe.model import value_of
 
-    tried = {"rates": "0.5,2"} if options.small else {"rates": "0.5,2", "batches": "0.5,2"}
-    ladder, recipe = ladder_of(options, "rates", {}, sizes=3, points=2, **tried)
-    place, width = (matmul_parameters(recipe), recipe.num_tokens), value_of(recipe.model, "hidden_size")
-    (own,) = members_of(recipe, width, options.folder)
+    wide = {"rates": "0.5,2"} if options.small else {"rates": "0.5,2", "batches": "0.5,2"}
+    ladder, recipe = ladder_of(options, "rates", BYTES, sizes=3, points=2, **wide)
+    place = matmul_parameters(recipe), recipe.num_tokens
+    (own,) = members_of(recipe, options.folder)
     best = {name: best_at(law, *place) for name, law in ladder.values["best"].items()}
     own_values = {"rate": own.recipe.training.learning_rate, "batch": own.recipe.tokens_per_step}
     # what the grid of the ladder does not show stays the size's own
     factors = {name: best[name][0] / value if name in best else 1.0 for name, value in own_values.items()}
     around = AROUND[:2] if options.small else AROUND
     grid = {name: tuple(factors[name] * each for each in around) for name in factors}
-    found = []
-    for member in members_of(recipe, width, options.folder, rates=grid["rate"], batches=grid["batch"]):
+    cross = []
+    for member in members_of(recipe, options.folder, rates=grid["rate"], batches=grid["batch"]):
         rate, batch = member.recipe.training.learning_rate, member.recipe.tokens_per_step
         off = abs(math.log(rate / own_values["rate"] / factors["rate"]))
         off += abs(math.log(batch / own_values["batch"] / factors["batch"]))
         # a cross: one of them is as foreseen
-        if off > 1.0:
-            continue
-        result = measured(options, ladder, member, options.folder, options.seeds[:1])
-        found.append((off, {"rate": rate, "batch": batch, **result}))
+        if off <= 1.0:
+            cross.append((off, member, {"rate": rate, "batch": batch}))
+    seeds = options.seeds[:1]
+    losses = losses_of(options, [member for _, member, _ in cross], options.folder, seeds)
+    found = [
+        (off, {**tried, **compared(ladder, member, options.folder, seeds, losses[member.name])})
+        for off, member, tried in cross
+    ]
     _, nearest = min(found, key=lambda each: each[0])
     values = {
         **chosen(options, "folder", "data_dir"),
@@ -203,30 +250,31 @@ def pairs(options: argparse.Namespace) -> None:
 
     def mixture(*weights: float) -> dict:
         weighted = [{**source, "weight": weight} for source, weight in zip(sources, weights, strict=True)]
-        return {"data.name": f"ladder-{weights[0]:g}", "data.sources": weighted}
+        return {"data.name": f"ladder-{weights[0]:g}-bytes", "data.sources": weighted}
 
-    compared = {
+    pairs_of = {
         "shapes": ({}, shape),
         "optimizers": ({"optimizer.name": "adamw"}, {"optimizer.name": "muon"}),
         "mixtures": (mixture(0.5, 0.5), mixture(0.95, 0.05)),
     }
-    for name, (first, second) in compared.items():
+    for name, (first, second) in pairs_of.items():
         found = []
-        for number, settings in enumerate((first, second)):
+        for number, own in enumerate((first, second)):
+            settings = {**BYTES, **own, "name": f"{name}-{'ab'[number]}"}
             if found:
                 # as much compute as the first has
                 other = load_recipe(options.recipe, settings_of(settings), "null")
                 flops = found[0][0].values["target"]["flops"] / Setup(other, None).flops.training
-                settings = {**settings, "budget.tokens": round(flops)}
-            named = {**settings, "name": f"{name}-{'ab'[number]}"}
-            found.append(ladder_of(options, f"{name}-{'ab'[number]}", named))
+                settings["budget.tokens"] = round(flops)
+            found.append(ladder_of(options, settings["name"], settings))
         answer = compare(found[0][0], found[1][0])
         results = []
         for number, (ladder, recipe) in enumerate(found):
             folder = options.folder / f"{name}-{'ab'[number]}-target"
-            (member,) = members_of(recipe, value_of(recipe.model, "hidden_size"), folder)
-            result = measured(options, ladder, member, folder, options.seeds[:2])
-            results.append({**described(ladder), **result})
+            (member,) = members_of(recipe, folder)
+            seeds = options.seeds[:2]
+            losses = losses_of(options, [member], folder, seeds)[member.name]
+            results.append({**described(ladder), **compared(ladder, member, folder, seeds, losses)})
         means = [statistics.mean(result["losses"]) for result in results]
         better = answer["names"][means[0] > means[1]]
         values = {"pair": name, **answer, "measured": results, "better": better}

@@ -12,14 +12,12 @@ eight checkpoints of `constant`, which lie a fortieth of the run apart: it costs
 """
 
 import json
-import os
 import statistics
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gear import choices, kept, parser_of, record, run_command
+from gear import choices, kept, on_each_core, parser_of, record, run_command
 
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import read_rows
@@ -75,11 +73,7 @@ def main() -> None:
         path = options.folder / f"{way}-{options.tokens}-{seed}.json"
         return kept(path, lambda: ends_of(options.tokens, way, seed, changes[way]))
 
-    cores = sorted(os.sched_getaffinity(0))
-    # what a thread starts has the thread's core: it computes with as many threads as it has cores
-    pinned = ThreadPoolExecutor(len(cores), initializer=lambda: os.sched_setaffinity(0, {cores.pop()}))
-    with pinned as each_core:
-        ends = list(each_core.map(lambda run: of_run(*run), runs))
+    ends = on_each_core(lambda run: of_run(*run), runs)
     found = dict(zip(runs, ends, strict=True))
     for way in wanted:
         run, key, base = way, "bits_per_byte", "tiny"

@@ -196,7 +196,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ("sizes", positive_integer, "N", "sizes (4)"),
         ("points", positive_integer, "N", "token counts of each size, each twice the one before (3)"),
         ("up_to", positive_number, "SHARE", "FLOPs of the largest run as a share of the recipe's (0.01)"),
-        ("longest", positive_number, "X", "tokens per parameter of the longest runs, over the recipe's (2)"),
+        ("longest", positive_number, "X", "tokens per parameter of the largest run, over the recipe's (2)"),
         ("widths", partial(_numbers, int), "A,B,...", "these widths instead of --sizes and --up_to"),
         ("rates", factors, "A,B,...", "factors of each size's own rate to try too: 0.5,2 says which is best"),
         ("batches", factors, "A,B,...", "the same of the tokens of a step"),

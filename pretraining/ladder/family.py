@@ -61,7 +61,7 @@ class Choices:
     up_to: float = 0.01
     """FLOPs of the largest run, as a share of the recipe's."""
     longest: float = 2.0
-    """Tokens per parameter of the longest runs, over the recipe's."""
+    """Tokens per parameter of the largest size's longest run, over the recipe's; each size reads as many tokens."""
     widths: tuple[int, ...] = ()
     rates: tuple[float, ...] = (1.0,)
     batches: tuple[float, ...] = (1.0,)
@@ -105,12 +105,15 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
         what = "weights of one size; a ladder draws those of each, so leave it out"
         raise UserError(f"model.initial_weights: {what}")
     members: list[Member] = []
-    for width in _widths(target, choices):
-        size, shaped = f"w{width}", shaped_recipe(target, width)
+    shapes = {f"w{width}": shaped_recipe(target, width) for width in _widths(target, choices)}
+    # all sizes read as many tokens: if tokens grew with the size, no law could tell which of the two helped
+    largest = max(model_size(shaped.model).matmul for shaped in shapes.values())
+    tokens = choices.longest * largest / model_size(target.model).matmul
+    for size, shaped in shapes.items():
         for factors in sorted(product(choices.rates, choices.batches), key=lambda each: each != (1.0, 1.0)):
             parts = [f"-{what}{factor:g}" for what, factor in zip(("rate", "batch"), factors, strict=True)]
             name = size + "".join(part for part, factor in zip(parts, factors, strict=True) if factor != 1)
-            values, branches = _member(shaped, target, choices, factors)
+            values, branches = _member(shaped, target, choices, factors, tokens)
             values["name"] = f"{target.name}-{name}"
             recipe = recipe_of(values, folder / f"{name}.json")
             members.append(Member(name, size, recipe, branches))
@@ -206,20 +209,24 @@ def _shape(target: Recipe, width: int) -> list[str]:
 
 
 def _member(
-    shaped: Recipe, target: Recipe, choices: Choices, factors: tuple[float, float]
+    shaped: Recipe, target: Recipe, choices: Choices, factors: tuple[float, float], tokens: float
 ) -> tuple[dict, tuple[tuple[int, int], ...]]:
     """Return the whole recipe of a size at these factors of rate and batch, and its branches.
 
-    Batch and rate follow from the tokens by the Step Law (Li et al. 2025), and the rate from the parameters too, unless
-    muP or Muon carries it over from width to width. Weight decay forgets the same share of the weights over a run
+    Batch and rate follow by the Step Law (Li et al. 2025) from the tokens of the shortest run, as longer ones lose
+    nothing by a small batch, but short ones much by a large one; the rate also from the parameters, unless muP or Muon
+    carries it over from width to width. Weight decay forgets the same share of the weights over a run of middle length
     (Wang and Aitchison 2024).
+
+    tokens: of the longest run, over the target's.
     """
     size, whole = model_size(shaped.model), model_size(target.model)
-    share, law = size.matmul / whole.matmul, table("scaling_laws")["step_law"]
-    wanted = target.samples_per_step * share ** law["batch_tokens"]["tokens"]
+    law, doublings = table("scaling_laws")["step_law"], 2 ** (choices.points - 1)
+    shortest, middle = tokens / doublings, tokens / math.sqrt(doublings)
+    wanted = target.samples_per_step * shortest ** law["batch_tokens"]["tokens"]
     samples, own = (_whole_batch(wanted * factor, target, choices.world_size) for factor in (factors[1], 1.0))
     # the rate goes with the root of the batch, as Adam wants it: in the law, and with what is rounded of the batch
-    rate = share ** law["learning_rate"]["tokens"] * math.sqrt(own / wanted)
+    rate = shortest ** law["learning_rate"]["tokens"] * math.sqrt(own / wanted)
     values, mup = shaped.to_dict(), target.mup.to_dict()
     if mup["base_width"] is None and target.model.model_type in FAMILIES:
         mup |= {"base_width": value_of(target.model, "hidden_size"), "base_layers": whole.num_layers}
@@ -229,11 +236,11 @@ def _member(
     elif mup["base_width"] is None:
         inside = (size.matmul - size.head) / (whole.matmul - whole.head)
         rate *= inside ** law["learning_rate"]["parameters"]
-    # steps at the recipe's own tokens per parameter, over the recipe's
-    steps = share * target.samples_per_step / own
+    # steps, over the recipe's
+    steps = middle * target.samples_per_step / own
     _scale_rates(values, rate * factors[0], 1 / (rate * steps))
-    total = choices.longest * share * target.num_tokens / (samples * target.sequence_length)
-    training, doublings = target.training_keywords, 2 ** (choices.points - 1)
+    total = tokens * target.num_tokens / (samples * target.sequence_length)
+    training = target.training_keywords
     decay, falling = DECAY, DECAY_SHARE
     if training.lr_scheduler_type == DECAYING:
         decay = {**training.lr_scheduler_kwargs}
