@@ -186,7 +186,8 @@ class OpenTelemetryNumbers(Numbers):
         reader = export.PeriodicExportingMetricReader(exporter, math.inf)
         resource = Resource.create({"service.name": "pretraining"})
         self.provider = MeterProvider([reader], resource, shutdown_on_exit=False)
-        self.wake, self.sent = threading.Event(), threading.Event()
+        self.wake, self.sent = threading.Event(), threading.Condition()
+        self.asked = self.answered = 0
         name = "OTEL_METRIC_EXPORT_INTERVAL"  # of its specification, in milliseconds
         text = os.environ.get(name) or "15000"
         if not re.fullmatch("[0-9]{1,9}", text) or int(text) < LEAST_MILLISECONDS:
@@ -206,16 +207,21 @@ class OpenTelemetryNumbers(Numbers):
         while True:
             self.wake.wait(self.seconds)
             self.wake.clear()
+            asked = self.asked
             with suppress(Exception):
                 self.set_gauges()  # a gauge is sent once for each time that it is set
                 self.provider.force_flush(1000 * RECEIVER_SECONDS)
-            self.sent.set()
+            with self.sent:
+                self.answered = asked
+                self.sent.notify_all()
 
     def publish(self, is_last: bool) -> None:
         if is_last:
-            self.sent.clear()
+            self.asked += 1
             self.wake.set()
-            self.sent.wait(RECEIVER_SECONDS)
+            with self.sent:
+                # a message that is under way has older numbers
+                self.sent.wait_for(lambda: self.answered == self.asked, RECEIVER_SECONDS)
         if self.has_failed:
             raise ConnectionError("the receiver did not take the last numbers")
 

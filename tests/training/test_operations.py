@@ -177,6 +177,28 @@ def test_what_cannot_be_reached_is_told_once_and_used_again(tmp_path, receiver):
     assert scraped(port)["pretraining_state running"] == 1 and len(told.events()) == 4
 
 
+def test_the_last_numbers_are_waited_for_behind_a_message_under_way(tmp_path, monkeypatch, receiver):
+    """Promise: what a run says at its end arrives. A message that is still under way then has older numbers."""
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+
+    export, under_way = OTLPMetricExporter.export, threading.Event()
+
+    def slowly(*arguments, **options):
+        result = export(*arguments, **options)
+        if not under_way.is_set():
+            under_way.set()
+            time.sleep(0.5)
+        return result
+
+    monkeypatch.setattr(OTLPMetricExporter, "export", slowly)
+    told = Told(tmp_path / "run", "opentelemetry", port=None)
+    (numbers,) = [each for (_, run), each in operations._made.items() if run == told.run.path]
+    numbers.wake.set()
+    assert under_way.wait(10)
+    told.run.add_event("hang", step=4, minutes=1, who="rank 1")
+    assert receiver.got["pretraining_state"][("small", "hang")] == 1
+
+
 def test_a_receiver_that_never_answers_holds_up_nothing(tmp_path, monkeypatch, receiver):
     """It accepts and is silent: steps go on, and the end of a run waits for a few seconds at most."""
     monkeypatch.setattr(operations, "RECEIVER_SECONDS", 0.5)
