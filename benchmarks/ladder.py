@@ -172,7 +172,8 @@ def forecast(options: argparse.Namespace) -> None:
     from pretraining.planning.setup import Setup
 
     options.recipe, options.tokens = "tiny", FORECAST_TOKENS
-    ladder, recipe = ladder_of(options, "forecast", {**BYTES, **SHAPE}, **({} if options.small else LADDER))
+    asked = {} if options.small else LADDER
+    ladder, recipe = ladder_of(options, "forecast", {**BYTES, **SHAPE}, **asked)
     for share in SHARES:
         folder = options.folder / f"share{share:g}"
         (member,) = members_of(recipe, folder, longest=share)
@@ -181,7 +182,7 @@ def forecast(options: argparse.Namespace) -> None:
         values = {
             **chosen(options, "folder", "data_dir"),
             "shape": SHAPE,
-            "ladder": LADDER,
+            "ladder": asked,
             "times": round(flops / ladder.most_flops, 2),
             **described(ladder),
             **compared(ladder, member, folder, options.seeds, losses),
@@ -259,8 +260,8 @@ def pairs(options: argparse.Namespace) -> None:
     }
     for name, (first, second) in pairs_of.items():
         found = []
-        for number, own in enumerate((first, second)):
-            settings = {**BYTES, **own, "name": f"{name}-{'ab'[number]}"}
+        for letter, own in zip("ab", (first, second), strict=True):
+            settings = {**BYTES, **own, "name": f"{name}-{letter}"}
             if found:
                 # as much compute as the first has
                 other = load_recipe(options.recipe, settings_of(settings), "null")
@@ -268,11 +269,10 @@ def pairs(options: argparse.Namespace) -> None:
                 settings["budget.tokens"] = round(flops)
             found.append(ladder_of(options, settings["name"], settings))
         answer = compare(found[0][0], found[1][0])
-        results = []
-        for number, (ladder, recipe) in enumerate(found):
-            folder = options.folder / f"{name}-{'ab'[number]}-target"
+        results, seeds = [], options.seeds[:2]
+        for ladder, recipe in found:
+            folder = options.folder / f"{recipe.name}-target"
             (member,) = members_of(recipe, folder)
-            seeds = options.seeds[:2]
             losses = losses_of(options, [member], folder, seeds)[member.name]
             results.append({**described(ladder), **compared(ladder, member, folder, seeds, losses)})
         means = [statistics.mean(result["losses"]) for result in results]
