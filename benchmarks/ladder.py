@@ -5,14 +5,14 @@
     python benchmarks/ladder.py pairs --keep
     python benchmarks/ladder.py forecast --small
 
-Each trains ladders of --recipe and then the runs that they foresee, in --folder, one run on each core: `seconds` are
-their sum. What has finished is not trained again: after a stop the same command goes on, run by run.
+Each trains ladders of recipes of SHAPE and then the runs that they foresee, in --folder, one run on each core:
+`seconds` are their sum. What has finished is not trained again: after a stop the same command goes on, run by run.
 
-forecast: a member of the family of SHAPE, with tokens for four and for eight times the FLOPs of the largest run, and
-every seed: `error` of the foreseen loss, and whether the interval holds the measured one (`inside`).
+forecast: tokens for four and for eight times the FLOPs of the largest run, with every seed: `error` of the foreseen
+loss, and whether the interval holds the measured one (`inside`).
 
 rates: a ladder with a grid of rates and batches; then at eight times its compute a cross around the best rate and batch
-that it foresees. `regret` is the loss there over the lowest of the cross.
+that it foresees, each with every seed. `regret` is the mean loss there over the lowest mean of the cross.
 
 pairs: two mixtures of data, two shapes, two optimizers, each recipe with a ladder, at equal compute; which of the two
 wins at eight times the largest run's, foreseen and measured. `right` is also true if the tool says that it does not
@@ -54,15 +54,22 @@ SHAPE = {
 }
 """Of what is foreseen. Narrower members have whole layers and heads; of the demo's four layers few would. Sequences are
 short: with 256 bytes a seed moves the end by 2 %, as a run learns to copy from far back sooner or later."""
-LADDER = {"widths": "32,48,64", "longest": 1.304}
+LADDER = {"widths": "32,48,64", "longest": 1.25}
 """Up to an eighth of the FLOPs of the recipe."""
-FORECAST_TOKENS, SHARES = 9_400_000, (0.5, 1.0)
-"""Of the recipe, and the shares of it that are foreseen."""
+TOKENS = {"forecast": 9_400_000, "rates": 2_400_000, "pairs": 2_400_000}
+SHARES = (0.5, 1.0)
+"""Of the tokens: what is foreseen."""
+DEEP = {
+    "model.hidden_size": 72,
+    "model.intermediate_size": 288,
+    "model.num_hidden_layers": 12,
+    "model.num_attention_heads": 6,
+}
+DEEP_WIDTHS = "24,36,48"
+"""The other shape of the pair, and the widths of its ladder: of 4, 6 and 8 layers."""
 AROUND = (0.5, 1.0, 2.0)
 """Factors around the best rate and batch that are foreseen."""
 SMALL = {"budget.tokens": 24_576, "evaluation.max_validation_tokens": 2_000}
-UP_TO = 1 / 8
-"""Of the compute of what is foreseen: the largest run."""
 PROSE_BYTES = 8 << 20
 """Of the second source of a mixture: documentation of this machine."""
 
@@ -70,20 +77,21 @@ PROSE_BYTES = 8 << 20
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("what", choices=["forecast", "rates", "pairs"])
-    parser.add_argument("--recipe", default="features/gpt2", help="of rates and pairs")
-    parser.add_argument("--tokens", type=int, default=2_457_600, help="of that recipe")
+    parser.add_argument("--recipe", default="tiny", help="in the shape of SHAPE")
+    parser.add_argument("--tokens", type=int, help="of the recipe")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     parser.add_argument("--folder", type=Path, default=REPOSITORY / "runs" / "ladder-benchmark")
     parser.add_argument("--data_dir", type=Path, default=REPOSITORY / "data")
     parser.add_argument("--small", action="store_true", help="try it in minutes")
     options = parser.parse_args()
+    options.tokens = options.tokens or TOKENS[options.what]
     if options.small:
         options.seeds, options.folder = options.seeds[:1], options.folder.with_name("ladder-benchmark-small")
     {"forecast": forecast, "rates": rates, "pairs": pairs}[options.what](options)
 
 
 def ladder_of(options: argparse.Namespace, name: str, settings: dict, **asked):
-    """Return the ladder of the recipe with these settings, up to an eighth of its compute; and the recipe.
+    """Return the ladder of the recipe in SHAPE with these settings; and the recipe.
 
     Its members are trained first, one on each core: the lines of `--commands`, the largest first.
     """
@@ -92,10 +100,16 @@ def ladder_of(options: argparse.Namespace, name: str, settings: dict, **asked):
     from pretraining.recipe import load_recipe
 
     # all of the validation text: its first tokens are harder than the rest, and follow another law
-    settings = {**(SMALL if options.small else {"budget.tokens": options.tokens}), **settings}
+    length = SMALL if options.small else {"budget.tokens": options.tokens}
+    settings = {**length, **BYTES, **SHAPE, **settings}
     prepare(options.recipe, set=settings, data_dir=options.data_dir, show=False)
-    asked = {**({"widths": "24,32,40"} if options.small else {"up_to": UP_TO}), **asked}
-    asked |= {"deepspeed": "null", "data_dir": options.data_dir, "output_dir": options.folder / name}
+    asked = {
+        **LADDER,
+        **asked,
+        "deepspeed": "null",
+        "data_dir": options.data_dir,
+        "output_dir": options.folder / name,
+    }
     words = [options.recipe, *words_of({"set": settings, **asked})]
     lines = run_command(sys.executable, "-m", "pretraining.ladder", *words, "--commands").stdout.splitlines()
     on_each_core(lambda line: run_command("bash", "-c", line), reversed(lines))
@@ -171,9 +185,7 @@ def forecast(options: argparse.Namespace) -> None:
     from pretraining.planning.ladder import DECAYED
     from pretraining.planning.setup import Setup
 
-    options.recipe, options.tokens = "tiny", FORECAST_TOKENS
-    asked = {} if options.small else LADDER
-    ladder, recipe = ladder_of(options, "forecast", {**BYTES, **SHAPE}, **asked)
+    ladder, recipe = ladder_of(options, "forecast", {})
     for share in SHARES:
         folder = options.folder / f"share{share:g}"
         (member,) = members_of(recipe, folder, longest=share)
@@ -182,7 +194,7 @@ def forecast(options: argparse.Namespace) -> None:
         values = {
             **chosen(options, "folder", "data_dir"),
             "shape": SHAPE,
-            "ladder": asked,
+            "ladder": LADDER,
             "times": round(flops / ladder.most_flops, 2),
             **described(ladder),
             **compared(ladder, member, folder, options.seeds, losses),
@@ -196,7 +208,7 @@ def rates(options: argparse.Namespace) -> None:
     from pretraining.planning.ladder import matmul_parameters
 
     wide = {"rates": "0.5,2"} if options.small else {"rates": "0.5,2", "batches": "0.5,2"}
-    ladder, recipe = ladder_of(options, "rates", BYTES, sizes=3, points=2, **wide)
+    ladder, recipe = ladder_of(options, "rates", {}, **wide)
     place = matmul_parameters(recipe), recipe.num_tokens
     (own,) = members_of(recipe, options.folder)
     best = {name: best_at(law, *place) for name, law in ladder.values["best"].items()}
@@ -213,21 +225,21 @@ def rates(options: argparse.Namespace) -> None:
         # a cross: one of them is as foreseen
         if off <= 1.0:
             cross.append((off, member, {"rate": rate, "batch": batch}))
-    seeds = options.seeds[:1]
-    losses = losses_of(options, [member for _, member, _ in cross], options.folder, seeds)
+    losses = losses_of(options, [member for _, member, _ in cross], options.folder, options.seeds)
     found = [
-        (off, {**tried, **compared(ladder, member, options.folder, seeds, losses[member.name])})
+        (off, {**tried, **compared(ladder, member, options.folder, options.seeds, losses[member.name])})
         for off, member, tried in cross
     ]
     _, nearest = min(found, key=lambda each: each[0])
+    means = [statistics.mean(each["losses"]) for _, each in found]
     values = {
         **chosen(options, "folder", "data_dir"),
         **described(ladder),
         "best": {name: [float(f"{value:.4g}") for value in each] for name, each in best.items()},
-        "cross": {f"{each['rate']:.4g} {each['batch']}": each["losses"][0] for _, each in found},
+        "cross": {f"{each['rate']:.4g} {each['batch']}": each["losses"] for _, each in found},
         **nearest,
         "seconds": sum(each["seconds"] for _, each in found),
-        "regret": round(nearest["losses"][0] / min(each["losses"][0] for _, each in found) - 1, 5),
+        "regret": round(statistics.mean(nearest["losses"]) / min(means) - 1, 5),
     }
     record("ladder_rates", values, options.keep)
 
@@ -237,12 +249,7 @@ def pairs(options: argparse.Namespace) -> None:
     from pretraining.ladder.answers import compare
     from pretraining.planning.setup import Setup
     from pretraining.recipe import load_recipe
-    from pretraining.recipe.model import own_key, value_of
 
-    model = load_recipe(options.recipe).model
-    layers, width = value_of(model, "num_hidden_layers"), value_of(model, "hidden_size")
-    shape = {"num_hidden_layers": max(1, layers // 2), "hidden_size": round(width * 1.375 / 8) * 8}
-    shape = {f"model.{own_key(model, name)}": value for name, value in shape.items()}
     prose = options.folder / "prose"
     if not prose.is_dir():
         texts = [*machine_texts((".md", ".rst", ".txt"), TEXT_FOLDERS[1:])]
@@ -254,20 +261,21 @@ def pairs(options: argparse.Namespace) -> None:
         return {"data.name": f"ladder-{weights[0]:g}-bytes", "data.sources": weighted}
 
     pairs_of = {
-        "shapes": ({}, shape),
+        "shapes": ({}, DEEP),
         "optimizers": ({"optimizer.name": "adamw"}, {"optimizer.name": "muon"}),
         "mixtures": (mixture(0.5, 0.5), mixture(0.95, 0.05)),
     }
     for name, (first, second) in pairs_of.items():
         found = []
         for letter, own in zip("ab", (first, second), strict=True):
-            settings = {**BYTES, **own, "name": f"{name}-{letter}"}
+            settings = {**BYTES, **SHAPE, **own, "name": f"{name}-{letter}"}
             if found:
                 # as much compute as the first has
                 other = load_recipe(options.recipe, settings_of(settings), "null")
                 flops = found[0][0].values["target"]["flops"] / Setup(other, None).flops.training
                 settings["budget.tokens"] = round(flops)
-            found.append(ladder_of(options, settings["name"], settings))
+            widths = {"widths": DEEP_WIDTHS} if own is DEEP else {}
+            found.append(ladder_of(options, settings["name"], settings, **widths))
         answer = compare(found[0][0], found[1][0])
         results, seeds = [], options.seeds[:2]
         for ladder, recipe in found:
