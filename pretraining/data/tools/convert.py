@@ -1,6 +1,5 @@
 """`convert`: read and write the token files of Megatron-LM and datatrove, and read raw .bin and MDS."""
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,15 +11,14 @@ import numpy as np
 from pretraining.data.block_guard import tokens_of_file
 from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
-from pretraining.data.manifest import COUNTED, FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
+from pretraining.data.manifest import COUNTED, FORMAT, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import building, preparation_lock, publish
 from pretraining.data.shards import SplitWriter, token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools import formats
-from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
+from pretraining.data.tools.finished import complete, open_finished
 from pretraining.errors import UserError, file_error
-from pretraining.runtime.durable_files import replacing
 
 FORMATS = ("megatron", "datatrove")
 READ_ONLY = ("bin", "mds")
@@ -142,15 +140,8 @@ def import_data(
             if not entry["documents"]:
                 what = f"{together['documents']:,} documents at --validation_share {validation_share:g}"
                 raise UserError(f"{origin}: {name} would be empty: {what}; choose another share")
-        validation = SplitDocuments(building, "validation", entries["validation"], [folder.name])
-        bits = entropy_bits(count_tokens(validation, info.vocab_size))
-        bits_per_byte = bits / max(1, entries["validation"]["bytes"])
-        entries["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
-        with replacing(building / "dataset_dict.json") as file:
-            json.dump({"splits": list(SPLITS)}, file)
         section: dict = {"sources": [{"path": str(origin)}], "tokenizer": tokenizer}
         section |= {"validation_share": validation_share, "skip_undecodable": False}
-        # The manifest is the last file, because it says that the data set is complete.
         fingerprint = content_fingerprint(entries)
         manifest = {
             "format": FORMAT,
@@ -166,8 +157,7 @@ def import_data(
             # Unknown, because another tool made the tokens.
             "versions": {},
         }
-        with replacing(building / MANIFEST_NAME) as file:
-            file.write(json.dumps(manifest, indent=2) + "\n")
+        complete(building, manifest)
     counts = {name: {key: entry[key] for key in COUNTED} for name, entry in entries.items()}
     changed = {"eos_added": writer.eos_added, "empty": writer.empty}
     return {"format": form, "folder": str(folder), **counts, **together, **changed}

@@ -1,5 +1,6 @@
 """Open a finished data set from its folder alone, for the tools: splits, documents, tokens; `verify` reads it whole."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretraining.data.checksums import checksum_of_file, content_fingerprint
-from pretraining.data.manifest import MANIFEST_NAME, num_shard_bytes, read_manifest, source_entries
+from pretraining.data.manifest import (
+    MANIFEST_NAME,
+    entropy_bits,
+    num_shard_bytes,
+    read_manifest,
+    source_entries,
+)
 from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import Shard, TokenSplit, buffer_positions
 from pretraining.data.tokenizer import Borders, describe_tokenizer, tokenizer_fault
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import read_json_value
 from pretraining.recipe.data import source_name
+from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
     import tokenizers
@@ -173,6 +181,22 @@ def count_tokens(
         if on_shard:
             on_shard(entry)
     return counts
+
+
+def complete(folder: Path, manifest: dict) -> None:
+    """Make a folder with splits and tokenizer a finished data set: list its splits, and write the manifest last.
+
+    The manifest gains what the tokens of validation cost by their frequencies alone: a model must be better than that.
+    """
+    entry = manifest["splits"]["validation"]
+    split = SplitDocuments(folder, "validation", entry, [])
+    counts = count_tokens(split, manifest["tokenizer"]["vocab_size"])
+    entry["unigram_bits_per_byte"] = round(entropy_bits(counts) / max(1, entry["bytes"]), 6)
+    with replacing(folder / "dataset_dict.json") as file:
+        json.dump({"splits": list(manifest["splits"])}, file)
+    # Last: where a manifest is, the data set is complete.
+    with replacing(folder / MANIFEST_NAME) as file:
+        file.write(json.dumps(manifest, indent=2) + "\n")
 
 
 def verify_data(folder: Path, show_progress: bool = False) -> dict:
