@@ -346,8 +346,9 @@ def test_empty_corpus_is_refused(root, corpus, tmp_path):
     local = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"
     assert "the corpus is empty" in refusal(root, recipe_for(source))
     assert "the corpus is empty" in refusal(root, recipe_for(source, tokenizer=str(local)))
-    message = refusal(root, recipe_for(corpus, filters=[{"rule": "length", "min_words": 10**6}]))
-    assert "the corpus is empty" in message and "what filters took out" in message
+    for sources in (corpus, {"path": str(corpus), "max_tokens": 3000}):  # cleaned before they are read, and as they are
+        message = refusal(root, recipe_for(sources, filters=[{"rule": "length", "min_words": 10**6}]))
+        assert "the corpus is empty" in message and "what filters took out" in message
 
 
 def test_a_corpus_too_small_for_blocks_says_what_would_do(root, corpus):

@@ -229,12 +229,12 @@ class Match(Stage):
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the pairs of one slice."""
-        pieces, position = self.clean.outputs(), (number, len(self.keys))
+        pieces, num_slices = self.clean.outputs(), len(self.keys)
         if self.clean.dedup and self.clean.dedup.exact:
-            np.save(folder / "exact.npy", duplicates.exact_pairs(pieces, *position))
+            np.save(folder / "exact.npy", duplicates.exact_pairs(pieces, number, num_slices))
         if minhash := self.clean.minhash:
-            signatures = duplicates.SignatureParts(pieces)
-            np.save(folder / "similar.npy", duplicates.match_slice(signatures, minhash, *position))
+            pairs = duplicates.match_slice(duplicates.SignatureParts(pieces), minhash, number, num_slices)
+            np.save(folder / "similar.npy", pairs)
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,6 @@ class Fates(Stage):
     remove: bool
     """`data.dedup.remove` of the recipe."""
     validation_share: float
-    source_names: list[str]
 
     @cached_property
     def keys(self) -> list[str]:
@@ -266,7 +265,7 @@ class Fates(Stage):
         for piece, own in enumerate(fates):
             np.save(folder / f"{piece:05d}.npy", own)
         sources = [piece.source for piece in clean.corpus.pieces]
-        report = duplicates.duplicates_report(clusters, fates, sources, self.source_names)
+        report = duplicates.duplicates_report(clusters, fates, sources, clean.source_names)
         write_json(folder / REPORT_NAME, report)
 
 
@@ -288,8 +287,7 @@ class Passages(Stage):
         pieces = self.fates.match.clean.outputs()
         (decided,) = self.fates.outputs()
         fates = [np.load(decided / f"{piece:05d}.npy") for piece in range(len(pieces))]
-        slice_ = (number, len(self.keys))
-        found = passages.repeated_windows(pieces, fates, self.section.words, *slice_)
+        found = passages.repeated_windows(pieces, fates, self.section.words, number, len(self.keys))
         for name, numbers in zip(("windows", "documents"), found, strict=True):
             np.save(folder / f"{name}.npy", numbers)
 
@@ -327,7 +325,6 @@ class CleanedCorpus:
     Without deduplication these are the same texts in the same order.
     """
 
-    corpus: Corpus
     cleaned_by: list[str]
     """The keys of the data section that ask for it."""
     clean: Clean
@@ -338,11 +335,11 @@ class CleanedCorpus:
 
     @property
     def pieces(self) -> list[TextPiece]:
-        return self.corpus.pieces
+        return self.clean.corpus.pieces
 
     @property
     def tasks(self) -> list[range]:
-        return self.corpus.tasks
+        return self.clean.corpus.tasks
 
     @property
     def stages(self) -> list[Stage]:
@@ -357,8 +354,9 @@ class CleanedCorpus:
         cut = [self.passages.keys] if self.passages and self.passages.section.remove else []
         return [digest_of(key, fates, *cut) for key in self.clean.keys]
 
-    def is_empty(self, skipped: dict[str, int]) -> UserError:
-        return self.corpus.is_empty(skipped, self.cleaned_by)
+    def is_empty(self, skipped: dict) -> UserError:
+        counts = {reason: count for reason, count in skipped.items() if reason != "cleaner"}
+        return self.clean.corpus.is_empty(counts, self.cleaned_by)
 
     def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
         """Read neighbouring pieces, each text with the draw that decides its split.
@@ -367,13 +365,9 @@ class CleanedCorpus:
         """
         source = self.pieces[numbers.start].source
         if self.as_read:
-            cleaner = self.clean.cleaner()
-            documents = cleaner.documents(self.corpus.batches(numbers, account))
-            for batch in read_batches(source, documents, {}, skip_undecodable=False):
-                # Not before: to read the first batch empties the account.
-                account["cleaner"] = cleaner
-                yield batch
-            account["cleaner"] = cleaner
+            account["cleaner"] = cleaner = self.clean.cleaner()
+            documents = cleaner.documents(self.clean.corpus.batches(numbers, account))
+            yield from read_batches(source, documents, {}, skip_undecodable=False)
             return
         for number in numbers:
             kept: list[int | None] = []
@@ -395,13 +389,11 @@ class CleanedCorpus:
         cuts: Iterable = repeat(())
         if self.passages and self.passages.section.remove:
             cuts = self.passages.of_piece(number)
-        for document, fate, windows in zip(
-            self.clean.texts(number), fates or repeat(None), cuts, strict=False
-        ):
+        decided = zip(self.clean.texts(number), fates or repeat(None), cuts, strict=False)
+        for document, fate, windows in decided:
             if fate in (None, duplicates.TRAIN, duplicates.VALIDATION):
                 if len(windows):
-                    words = self.passages.section.words
-                    text = passages.without_windows(document.text, windows, words)
+                    text = passages.without_windows(document.text, windows, self.passages.section.words)
                     document = document._replace(text=text)
                 # A text of which nothing is left is no document, and has no fate.
                 if document.text:

@@ -1,5 +1,6 @@
 """Run the stages of a preparation in this process, in processes of this machine, or on Ray; `slurm` submits jobs."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,9 +98,6 @@ def run_stages(
 MOST_DEATHS = 3
 """How often the process of one task may be killed; each time the task moves behind all others."""
 
-PRELOADED = ["pretraining.data.preparation.execution", "pretraining.data.preparation.plan", "pyarrow"]
-"""Imported once, by the process from which the workers of all stages are forked."""
-
 
 def run_in_workers(
     stage: Stage, numbers: list[int], num_workers: int, num_threads: int, finished: Callable[[], None]
@@ -108,12 +107,11 @@ def run_in_workers(
     finished: is called after each task. Raises what a task raised, and UserError if the process of one task is killed
     again and again. The workers end with this process, however it ends.
     """
-    import multiprocessing
-    from multiprocessing import connection, forkserver
-
     # Forked from a clean process: a fork of this one would copy its threads' locks.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    # Imported once, by the process from which the workers of all stages are forked.
+    preparation = "pretraining.data.preparation"
+    context.set_forkserver_preload([f"{preparation}.execution", f"{preparation}.plan", "pyarrow"])
     # The fork server ignores Ctrl-C by itself, but only once it has imported what it preloads. So it is started with
     # Ctrl-C ignored; only the main thread may set a signal handler.
     of_main_thread = threading.current_thread() is threading.main_thread()
@@ -197,9 +195,6 @@ class _TaskProcess:
 
 def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
     """Live as a worker: numbers of tasks come in, None or an error goes out."""
-    import multiprocessing
-    from multiprocessing import connection
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent decides
 
     def leave_with_parent() -> None:

@@ -17,22 +17,14 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus, TextSource
 from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
-from pretraining.data.preparation.cleaning import (
-    Clean,
-    CleanedCorpus,
-    CleanValidation,
-    EvaluationSets,
-    Fates,
-    Match,
-    Passages,
-)
+from pretraining.data.preparation import cleaning
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Texts, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
 from pretraining.extend import read_extensions
 from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
-from pretraining.runtime.durable_files import replacing
+from pretraining.runtime.durable_files import replacing, replacing_folder
 
 STATE_NAME = "preparation.json"
 
@@ -163,10 +155,10 @@ class Preparation:
     @cached_property
     def stages(self) -> list[Stage]:
         """List the stages in order; each may use the outputs of those before."""
-        own, cleaning = self.tokenize_validation, self.cleaned.stages if self.cleaned else []
-        if own and isinstance(own.texts, CleanedCorpus):
-            cleaning = [*cleaning, *own.texts.stages]
-        return [*cleaning, self.tokenize.tokenizer, self.tokenize, *([own] if own else [])]
+        own, before = self.tokenize_validation, self.cleaned.stages if self.cleaned else []
+        if own and isinstance(own.texts, cleaning.CleanedCorpus):
+            before = [*before, *own.texts.stages]
+        return [*before, self.tokenize.tokenizer, self.tokenize, *([own] if own else [])]
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -187,7 +179,7 @@ class Preparation:
         return self.cleaned or self.corpus
 
     @cached_property
-    def cleaned(self) -> CleanedCorpus | None:
+    def cleaned(self) -> cleaning.CleanedCorpus | None:
         """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
         data, dedup = self.data, self.data.dedup
         if dedup and not dedup.compares:
@@ -196,20 +188,18 @@ class Preparation:
             return None
         # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
-        sets = EvaluationSets.from_recipe(self.work, data, self.validation)
+        sets = cleaning.EvaluationSets.from_recipe(self.work, data, self.validation)
         names = tuple(spec.called for spec in data.sources)
-        clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
+        clean = cleaning.Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
         # text behind it.
         if not dedup and (any(self.targets) or data.shuffle_blocks):
-            return CleanedCorpus(self.corpus, cleaned_by, clean, as_read=True)
-        fates = passages = None
+            return cleaning.CleanedCorpus(cleaned_by, clean, as_read=True)
+        fates, passages, share = None, None, data.validation_share
         if dedup:
-            match = Match(self.work, clean)
-            fates = Fates(self.work, match, dedup.remove, data.validation_share, list(names))
-            passages = dedup.passages and Passages(self.work, fates, dedup.passages)
-        share = data.validation_share
-        return CleanedCorpus(self.corpus, cleaned_by, clean, fates, share, passages=passages)
+            fates = cleaning.Fates(self.work, cleaning.Match(self.work, clean), dedup.remove, share)
+            passages = dedup.passages and cleaning.Passages(self.work, fates, dedup.passages)
+        return cleaning.CleanedCorpus(cleaned_by, clean, fates, share, passages=passages)
 
     @cached_property
     def tokenize(self) -> Tokenize:
@@ -235,9 +225,9 @@ class Preparation:
             rules = {key: rule for key, rule in self.consulted.items() if key.startswith("data.filters")}
             names = tuple(spec.called for spec in specs)
             made_of = (self.validation, self.data.filters, rules, None, None, names)
-            clean = CleanValidation(self.work, *made_of)
+            clean = cleaning.CleanValidation(self.work, *made_of)
             # No more is cleaned than is wanted.
-            texts = CleanedCorpus(self.validation, ["filters"], clean, None, ALL, as_read=bool(bounds))
+            texts = cleaning.CleanedCorpus(["filters"], clean, None, ALL, as_read=bool(bounds))
         return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL, bounds)
 
     def survey(self) -> Survey:
@@ -291,19 +281,15 @@ class Preparation:
 
     def bounded(self, survey: Survey) -> "Preparation":
         """Return the same preparation, whose tasks end where a survey says that the targets end."""
-        return replace(
-            self, bounds={number: each.bounds[number] for each in survey for number in each.bounds}
-        )
+        bounds = {number: bound for source in survey for number, bound in source.bounds.items()}
+        return replace(self, bounds=bounds)
 
     def reuse_tokenizer(self) -> None:
         """Take the tokenizer of the data set that the preparation goes on from: it need not be made again."""
         stage, there = self.tokenize.tokenizer, self.folder / "tokenizer"
         if self.goes_on and there.is_dir() and stage.pending():
-            stage.folder(0).parent.mkdir(parents=True, exist_ok=True)
-            part = stage.folder(0).with_name(".tokenizer")
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(there, part)
-            part.rename(stage.folder(0))
+            with replacing_folder(stage.folder(0)) as part:
+                shutil.copytree(there, part)
 
     def save(self) -> None:
         """Write the preparation to the work folder, for tasks in other processes."""

@@ -23,9 +23,10 @@ from pretraining.data.manifest import (
 )
 from pretraining.data.portions import lacking, may_hold_more, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution, run_stages
+from pretraining.data.preparation.stage import run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
-from pretraining.data.tokenizer import check_vocabulary, describe_tokenizer, refuse_missing_folder
+from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
 from pretraining.errors import UserError, file_error, require
 from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
@@ -62,7 +63,7 @@ class Outcome:
         num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
         sources = []
         for spec, entry in zip(self.specs, self.manifest["sources"], strict=True):
-            held = {key: entry[key] for key in ("documents", "tokens")}
+            held = {"documents": entry["documents"], "tokens": entry["tokens"]}
             share = entry["tokens"] / num_tokens
             sources.append({"name": spec.called, **held, "share": share, "weight": spec.weight})
         return {
@@ -265,19 +266,16 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     from pretraining.data.encoder import Encoder
     from pretraining.data.preparation.tokenizing import MakeTokenizer
 
-    data, vocab_size = recipe.data, recipe.model.vocab_size
+    data = recipe.data
     sources = open_sources(data)[: len(data.sources)]  # of training
     with ProgressBar("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
-        tokenizer, corpus = Path(folder, "tokenizer"), Corpus.of(data, sources)
-        made_for = (data.tokenizer, vocab_size, data.validation_share, data.borders)
-        stage = MakeTokenizer(Path(folder), corpus, *made_for)
-        # Run directly, without `run_task`: the folder is temporary, so nothing is published or synced.
-        stage.run(0, tokenizer, progress)
+        made_for = (data.tokenizer, recipe.model.vocab_size, data.validation_share, data.borders)
+        stage = MakeTokenizer(Path(folder), Corpus.of(data, sources), *made_for)
+        run_task(stage, 0, progress)
         # Empty and undecodable texts say nothing about the encoder.
         sample = [each.text for each in islice(sources[0].documents(), 20) if each.text]
-        info = describe_tokenizer(tokenizer, str(data.tokenizer))
-        encoder = Encoder(tokenizer, info, data.encoder, sample, data.borders)
+        encoder = Encoder(stage.output, stage.info, data.encoder, sample, data.borders)
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
         progress.label("counting")

@@ -155,21 +155,18 @@ class Tokenize(Stage):
         # The encoder is checked on these texts before it encodes; `chain` puts them back.
         first = list(islice(batches, 1))
         sample = [text for batch in first for text in batch.texts]
-        info = self.tokenizer.info
-        borders = self.tokenizer.borders
-        encoder = Encoder(self.tokenizer.output, info, self.encoder, sample, borders)
+        made = self.tokenizer
+        encoder = Encoder(made.output, made.info, self.encoder, sample, made.borders)
         # Silent in workers, else each task would print it.
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
         output = _Output(folder, encoder.dtype, self.validation_share)
-        read = chain(first, batches)
-        encoded = (
-            (batch, *encoder.encode(batch.texts, batch.wheres))
-            for batch in (prefetch(read) if bound is None else read)
-        )
         # The encoder runs ahead of the writer, and reading ahead of the encoder. Before a bound neither does, so that
         # the counts are those of what was read up to it.
-        for batch, tokens, ends in prefetch(encoded) if bound is None else encoded:
+        ahead = prefetch if bound is None else iter
+        read = ahead(chain(first, batches))
+        encoded = ((batch, *encoder.encode(batch.texts, batch.wheres)) for batch in read)
+        for batch, tokens, ends in ahead(encoded):
             progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
             if output.append(batch, tokens, ends, bound):
                 break

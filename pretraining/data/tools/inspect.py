@@ -11,13 +11,7 @@ from pretraining.data.manifest import COUNTED, data_differences, entropy_bits, n
 from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.progress import ProgressBar
-from pretraining.data.tools.finished import (
-    FinishedData,
-    SplitDocuments,
-    count_tokens,
-    open_finished,
-    source_names,
-)
+from pretraining.data.tools.finished import FinishedData, count_tokens, open_finished, source_names
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped
 from pretraining.recipe.recipe import Recipe
@@ -36,10 +30,8 @@ class Inspection:
     """One split of a data set with the tokenizer that turns its tokens back into text."""
 
     def __init__(self, folder: Path, split: str = "train"):
-        self.data: FinishedData = open_finished(folder)
-        self.split: SplitDocuments = self.data.split(split)
-        self.decoder = self.data.decoder()
-        self.borders = self.data.borders
+        self.data = open_finished(folder)
+        self.split, self.decoder = self.data.split(split), self.data.decoder()
 
     def document(self, number: int) -> dict:
         """Return place and text of one document; UserError if there is no such number."""
@@ -123,7 +115,7 @@ class Inspection:
 
     def _ids(self, tokens) -> list[int]:
         """Return the ids without the special tokens around the document."""
-        ids, (closing, opening) = tokens.tolist(), self.borders
+        ids, (closing, opening) = tokens.tolist(), self.data.borders
         start = int(bool(ids) and ids[0] == opening)
         return ids[start:-1] if len(ids) > start and ids[-1] == closing else ids[start:]
 
