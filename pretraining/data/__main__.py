@@ -237,11 +237,8 @@ def _verb(
 ) -> argparse.ArgumentParser:
     """Add the subcommand `name` of a function `run_name`, with its place, --json and its examples."""
     name = run.__name__.removeprefix("run_")
-    shown = {
-        "description": f"{summary[0].upper()}{summary[1:]}.",
-        "epilog": f"examples:\n{EXAMPLES_OF[name]}",
-    }
-    parser = verbs.add_parser(name, help=summary, **shown, allow_abbrev=False)
+    description, epilog = f"{summary[0].upper()}{summary[1:]}.", f"examples:\n{EXAMPLES_OF[name]}"
+    parser = verbs.add_parser(name, help=summary, description=description, epilog=epilog, allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar=place, help=of)
     what = "print the answer as JSON, without a progress bar"
     parser.add_argument("--json", action="store_true", help=what)

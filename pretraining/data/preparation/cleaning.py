@@ -89,6 +89,15 @@ class EvaluationSets(Stage):
         values = {"names": index.names, "texts": index.texts, "too_short": index.too_short}
         write_json(folder / INDEX_NAME, {**values, "lengths": list(index.hashes)})
 
+    def index(self) -> decontamination.ContaminationIndex:
+        """Read what `run` has written."""
+        (folder,) = self.outputs()
+        values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        lengths = values.pop("lengths")
+        for kind in ("hashes", "owners"):
+            values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
+        return decontamination.ContaminationIndex(self.section, **values)
+
 
 @dataclass(frozen=True)
 class Clean(Stage):
@@ -121,14 +130,11 @@ class Clean(Stage):
         names = [self.source_names] if any(rule.get("sources") for rule in self.filters) else []
         return [digest_of(self.consulted, evaluation, compared, key, *names) for key in self.corpus.keys]
 
-    def cleaner(self) -> "Cleaner":
-        return Cleaner(FilterChain(self.filters), self.evaluation_sets, self.source_names)
-
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
         import pyarrow as pa
 
-        cleaner, skipped = self.cleaner(), {}
+        cleaner, skipped = Cleaner(self), {}
         # Batches again: what is left of a text may be empty, and its draw follows from the text as it is now.
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
@@ -184,18 +190,9 @@ class CleanValidation(Clean):
 class Cleaner:
     """Apply the recipe's filters and evaluation sets to a piece, and keep count of what they take out."""
 
-    def __init__(
-        self, filters: FilterChain, evaluation_sets: EvaluationSets | None, source_names: tuple[str, ...]
-    ):
-        self._chain, self._names = filters, source_names
-        self._index = None
-        if evaluation_sets:
-            (folder,) = evaluation_sets.outputs()
-            values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
-            lengths = values.pop("lengths")
-            for kind in ("hashes", "owners"):
-                values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
-            self._index = decontamination.ContaminationIndex(evaluation_sets.section, **values)
+    def __init__(self, clean: Clean):
+        self._chain, self._names = FilterChain(clean.filters), clean.source_names
+        self._index = clean.evaluation_sets and clean.evaluation_sets.index()
         self._contaminations: list[dict] = []
 
     def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
@@ -228,7 +225,6 @@ class Match(Stage):
         return [digest_of(self.clean.keys, number) for number in slices]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
-        """Write the pairs of one slice."""
         pieces, num_slices = self.clean.outputs(), len(self.keys)
         if self.clean.dedup and self.clean.dedup.exact:
             np.save(folder / "exact.npy", duplicates.exact_pairs(pieces, number, num_slices))
@@ -365,7 +361,7 @@ class CleanedCorpus:
         """
         source = self.pieces[numbers.start].source
         if self.as_read:
-            account["cleaner"] = cleaner = self.clean.cleaner()
+            account["cleaner"] = cleaner = Cleaner(self.clean)
             documents = cleaner.documents(self.clean.corpus.batches(numbers, account))
             yield from read_batches(source, documents, {}, skip_undecodable=False)
             return

@@ -130,11 +130,8 @@ def keep_arrived(preparation: Preparation) -> None:
     for split, own in parts.items():
         shards = [{**shard, "path": str(path)} for part in own for path, shard in part.shards(split)]
         splits[split] = summed_entry(shards, token_dtype(tokenizer.info.vocab_size).name)
-    manifest = {
-        **_identity(preparation, from_origin(preparation.origin)),
-        "tokenizer_folder": str(tokenizer.output),
-        "splits": splits,
-    }
+    manifest = _identity(preparation, from_origin(preparation.origin))
+    manifest |= {"tokenizer_folder": str(tokenizer.output), "splits": splits}
     with replacing(preparation.work / ARRIVED_NAME) as file:
         json.dump(manifest, file)
 

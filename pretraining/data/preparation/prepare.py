@@ -102,10 +102,9 @@ class Outcome:
                 counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
                 weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
                 lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
-        lines += [
-            f"  validates on {own['name'][:23]:<24}{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
-            for own in summary["validation_sources"]
-        ]
+        for own in summary["validation_sources"]:
+            counts = f"{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
+            lines.append(f"  validates on {own['name'][:23]:<24}{counts}")
         if report := report_text(self.manifest):
             lines.append(report)
         if self.kept_aside is not None:
@@ -314,10 +313,9 @@ def counts_text(counts: dict) -> str:
     lines = [f"data {counts['name']}" + (f", the first {limit:,} documents of each source" if limit else "")]
     lines.append(f"  {'source':<32}{'documents':>13}{'text bytes':>17}{'tokens':>16}{'bytes/token':>13}")
     for row in [*counts["sources"], {"source": "total", **counts["total"]}]:
-        lines.append(
-            f"  {row['source'][-31:]:<32}{row['documents']:>13,}{row['text_bytes']:>17,}{row['tokens']:>16,}"
-            f"{row['bytes_per_token']:>13.2f}"
-        )
+        texts = f"{row['documents']:>13,}{row['text_bytes']:>17,}"
+        tokens = f"{row['tokens']:>16,}{row['bytes_per_token']:>13.2f}"
+        lines.append(f"  {row['source'][-31:]:<32}{texts}{tokens}")
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts["skipped"].items())
     lines.append(f"  documents left out: {left_out}")
     if counts["before_cleaning"]:

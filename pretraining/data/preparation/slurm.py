@@ -95,18 +95,14 @@ def _submit(
     for first in range(0, num_jobs, largest):
         words = [sys.executable, "-m", "pretraining.data.preparation.slurm", preparation.work, name, first]
         at_once = f"%{execution.workers}" if execution.workers else ""
-        directives = {
-            "cpus-per-task": options["cpus_per_task"],
+        as_they_are = ("cpus_per_task", "partition", "time", "qos", "mail_user")
+        directives = {key.replace("_", "-"): options[key] for key in as_they_are} | {
             "mem-per-cpu": f"{options['mem_per_cpu_gb']}G",
             "nodes": 1,
-            "partition": options["partition"],
             "job-name": job_name,
-            "time": options["time"],
             "output": log,
             "error": log,
             "array": f"0-{min(largest, num_jobs - first) - 1}{at_once}",
-            "qos": options["qos"],
-            "mail-user": options["mail_user"],
             "mail-type": "ALL" if options["mail_user"] else None,
         }
         lines = [

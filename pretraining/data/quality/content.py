@@ -164,7 +164,6 @@ class Quality(Rule):
         return below("low_score", score, self.min_score)
 
     def identity(self) -> dict:
-        """Return the parameters, with the checksum of the model in place of its path."""
         return {**super().identity(), "model": _sha256(Path(self.model))}
 
 

@@ -136,9 +136,7 @@ class Words:
 
     def _have(self, flag: int) -> np.ndarray:
         """Say of each word whether any of its characters has a flag: bool [words]."""
-        return (
-            np.bitwise_or.reduceat(self._flags & flag, self.starts) != 0 if len(self) else np.zeros(0, bool)
-        )
+        return np.bitwise_or.reduceat(self._flags & flag, self.starts) != 0
 
     @cached_property
     def hashes(self) -> np.ndarray:

@@ -44,12 +44,12 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
     with _new_folder(out) as building:
         with ProgressBar("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
             for split in splits:
-                place, on_shard = building / split.name, progress.add_shard
                 if form == "megatron":
-                    formats.write_megatron(split, place, on_shard)
+                    formats.write_megatron(split, building / split.name, progress)
                 else:
                     # datatrove's metadata separates its fields by "|".
-                    formats.write_datatrove(split, place, tokenizer.replace("|", "/"), on_shard)
+                    named = tokenizer.replace("|", "/")
+                    formats.write_datatrove(split, building / split.name, named, progress)
         shutil.copytree(data.tokenizer_folder, building / "tokenizer")
     counts = {split.name: {"documents": split.num_documents, "tokens": split.num_tokens} for split in splits}
     return {"format": form, "folder": str(out), **counts}
@@ -126,7 +126,8 @@ def import_data(
             raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
         writer = ForeignWriter(building, info, validation_share)
         parts = files.parts(info)
-        with ProgressBar("converting", show_progress, sum(opened.size for _, _, opened in parts)) as progress:
+        size = sum(opened.size for _, _, opened in parts)
+        with ProgressBar("converting", show_progress, size) as progress:
             for path, split, opened in parts:
                 for batch in _batches_of(opened.documents()):
                     writer.write(batch, path, split)
@@ -272,17 +273,13 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     Raises UserError if `folder` exists or the disk refuses.
     """
     try:
-        _refuse_existing(folder)
         with preparation_lock(folder):
-            # Again under the lock: another process may have made it since.
-            _refuse_existing(folder)
+            # Under the lock: another process may have made it while this one waited.
+            if folder.exists():
+                what = "exists already; choose a new folder, or remove this one first"
+                raise UserError(f"{folder}: {what}")
             with building(folder) as place:
                 yield place
             publish(folder)
     except (OSError, MemoryError) as error:
         raise file_error(error, folder) or error from error
-
-
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise UserError(f"{folder}: exists already; choose a new folder, or remove this one first")

@@ -1,7 +1,7 @@
 """Open a finished data set from its folder alone, for the tools: splits, documents, tokens; `verify` reads it whole."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,10 +163,8 @@ class StoredDocument:
         return {**values, "tokens": len(self.tokens)}
 
 
-def count_tokens(
-    split: SplitDocuments, vocab_size: int, on_shard: Callable[[dict], None] | None = None
-) -> np.ndarray:
-    """Count how often each id occurs: [vocab_size] int64; UserError for one beyond. on_shard: called after each."""
+def count_tokens(split: SplitDocuments, vocab_size: int, progress: ProgressBar | None = None) -> np.ndarray:
+    """Count how often each id occurs: [vocab_size] int64; UserError for one beyond."""
     counts = np.zeros(vocab_size, np.int64)
     for entry, shard in split.shards():
         for start in range(0, len(shard.tokens), CHUNK_TOKENS):
@@ -178,8 +176,8 @@ def count_tokens(
                     f"{vocab_size:,}: these are not the tokenizer's shards; prepare or copy the data again"
                 )
             counts += found
-        if on_shard:
-            on_shard(entry)
+        if progress:
+            progress.add_shard(entry)
     return counts
 
 

@@ -23,12 +23,13 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import token_dtype
 from pretraining.data.tools.finished import SplitDocuments
 from pretraining.errors import UserError, nearest
@@ -46,12 +47,12 @@ MEGATRON_CODES = {np.dtype(np.uint16): 8, np.dtype(np.uint32): 4}
 LONGEST_SEQUENCE = 2**31 - 1
 
 
-def write_megatron(split: SplitDocuments, prefix: Path, on_shard: Callable[[dict], None]) -> None:
+def write_megatron(split: SplitDocuments, prefix: Path, progress: ProgressBar) -> None:
     """Write one split as PREFIX.bin and PREFIX.idx, a shard at a time."""
     with prefix.with_name(prefix.name + ".bin").open("wb") as file:
         for entry, shard in split.shards():
             file.write(shard.tokens.data)
-            on_shard(entry)
+            progress.add_shard(entry)
     with prefix.with_name(prefix.name + ".idx").open("wb") as file:
         count = split.num_documents
         file.write(HEADER.pack(MAGIC, 1, MEGATRON_CODES[split.dtype], count, count + 1))
@@ -147,9 +148,7 @@ DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
 """Types of the tokens, by the bytes of one token."""
 
 
-def write_datatrove(
-    split: SplitDocuments, folder: Path, tokenizer: str, on_shard: Callable[[dict], None]
-) -> None:
+def write_datatrove(split: SplitDocuments, folder: Path, tokenizer: str, progress: ProgressBar) -> None:
     """Write one split into `folder`, a .ds with its index and metadata for each shard that holds documents."""
     folder.mkdir(parents=True)
     for entry, shard in split.shards():
@@ -163,7 +162,7 @@ def write_datatrove(
             short = f"{count / 1000 ** (digits // 3):.{2 - digits % 3}f} {' kMGTP'[digits // 3].strip()}T"
             lines = [f"{tokenizer}|{split.dtype.itemsize}", str(count), short]
             _beside(path, "metadata").write_text("\n".join(lines))
-        on_shard(entry)
+        progress.add_shard(entry)
 
 
 def _beside(path: Path, suffix: str) -> Path:

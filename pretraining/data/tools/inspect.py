@@ -150,10 +150,9 @@ def block_text(block: dict, max_chars: int) -> str:
     places = ", ".join(stretches[:SHOWN_STRETCHES])
     if len(stretches) > SHOWN_STRETCHES:
         places += f" and {len(stretches) - SHOWN_STRETCHES} more stretches"
-    lines.append(
-        f"{block['split']}, {name}: tokens {places} of the stream "
-        f"({block['sequence_length']:,} inputs and one more target), parts of {len(block['documents']):,} documents"
-    )
+    size = f"{block['sequence_length']:,} inputs and one more target"
+    parts = f"parts of {len(block['documents']):,} documents"
+    lines.append(f"{block['split']}, {name}: tokens {places} of the stream ({size}), {parts}")
     for part in block["documents"]:
         (first, last), (begin, end) = part["document_tokens"], part["block_tokens"]
         note = f"[its tokens {first:,} to {last - 1:,} are the block's {begin:,} to {end - 1:,}]\n"
@@ -226,7 +225,7 @@ def _measure_split(data: FinishedData, name: str, top: int | None, progress: Pro
             **{f"p{100 * share:g}": ordered[n] for share, n in zip(PERCENTILES, places, strict=True)},
         }
     if top is not None:
-        counts = count_tokens(split, data.manifest["tokenizer"]["vocab_size"], progress.add_shard)
+        counts = count_tokens(split, data.manifest["tokenizer"]["vocab_size"], progress)
         measured["token_frequencies"] = _frequencies(data, counts, entry["bytes"], top)
     return measured
 
@@ -300,8 +299,5 @@ def stats_text(measured: dict) -> str:
 
 
 def _count_line(name: str, documents: int, tokens: int, num_bytes: int) -> str:
-    per_token = num_bytes / max(1, tokens)
-    return (
-        f"  {name:<24}{documents:>14,} documents {tokens:>18,} tokens {num_bytes:>20,} bytes "
-        f"{per_token:>7.3f} bytes/token"
-    )
+    size = f"{num_bytes:>20,} bytes {num_bytes / max(1, tokens):>7.3f} bytes/token"
+    return f"  {name:<24}{documents:>14,} documents {tokens:>18,} tokens {size}"
