@@ -106,7 +106,6 @@ class Clean(Stage):
     name = "clean"
     corpus: Corpus
     filters: list[dict]
-    """`data.filters` of the recipe."""
     consulted: dict
     """What the filters use, with checksums of the files they read."""
     evaluation_sets: EvaluationSets | None
@@ -192,7 +191,7 @@ class Cleaner:
 
     def __init__(self, clean: Clean):
         self._chain, self._names = FilterChain(clean.filters), clean.source_names
-        self._index = clean.evaluation_sets and clean.evaluation_sets.index()
+        self._index = clean.evaluation_sets.index() if clean.evaluation_sets else None
         self._contaminations: list[dict] = []
 
     def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
@@ -240,7 +239,6 @@ class Fates(Stage):
     name = "fates"
     match: Match
     remove: bool
-    """`data.dedup.remove` of the recipe."""
     validation_share: float
 
     @cached_property
@@ -272,7 +270,6 @@ class Passages(Stage):
     name = "passages"
     fates: Fates
     section: RepeatedPassages
-    """`data.dedup.passages` of the recipe."""
 
     @cached_property
     def keys(self) -> list[str]:

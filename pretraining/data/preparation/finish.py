@@ -43,7 +43,7 @@ class _SourcePart:
     source: int
     done: list[tuple[Path, dict]]
     """The tasks: the folder of each one's output, and what it reports about it."""
-    begun: Begun | None = None
+    begun: Begun = field(default_factory=Begun)
     earlier: dict[str, TokenSplit] = field(default_factory=dict)
     """The splits of the data set that `begun` is about: that in the place of the new one, which holds less of the
     same."""
@@ -96,7 +96,7 @@ class _SourcePart:
     def whole_tasks(self, keys: list[list[str]]) -> Begun:
         """Sum up the tasks that are there whole, for a preparation that goes on from here."""
         whole = [result["splits"] for _, result in self.done if not result["cut"]]
-        accounts, first = self.accounts(cut_too=False), self.begun or Begun(0, "", 0, 0, 0, 0, 0, {}, {})
+        accounts, first = self.accounts(cut_too=False), self.begun
         train, number = [splits["train"] for splits in whole], len(whole) + first.tasks
         held_out = sum(splits["validation"]["documents"] for splits in whole)
         cleaned = [account["cleaned"] for account in accounts if "cleaned" in account]

@@ -46,8 +46,7 @@ def read_slurm_options(words: list[str]) -> dict:
     for word in words:
         key, separator, value = word.partition("=")
         if not separator or key not in SLURM_KEYS:
-            known = ", ".join(SLURM_KEYS)
-            what = f"expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
+            what = f"expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {', '.join(SLURM_KEYS)}"
             raise UserError(f"--slurm {word}: {what}")
         options[key] = value
         if isinstance(SLURM_KEYS[key], int):

@@ -58,7 +58,6 @@ class MakeTokenizer(Stage):
     """The model's vocabulary size; None if there is no model to fit."""
     validation_share: float
     borders: str = "eos"
-    """`data.borders` of the recipe."""
 
     @cached_property
     def keys(self) -> list[str]:
@@ -129,7 +128,6 @@ class Tokenize(Stage):
     texts: Texts
     tokenizer: MakeTokenizer
     encoder: str
-    """`data.encoder` of the recipe."""
     validation_share: float
     bounds: dict[int, Portion] = field(default_factory=dict)
     """What to take of a task, at which a portion of its source ends; all of every other one."""

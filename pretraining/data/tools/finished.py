@@ -171,10 +171,9 @@ def count_tokens(split: SplitDocuments, vocab_size: int, progress: ProgressBar |
             found = np.bincount(shard.tokens[start : start + CHUNK_TOKENS], minlength=vocab_size)
             # bincount is longer than asked for if an id is beyond the vocabulary.
             if len(found) > vocab_size:
-                raise UserError(
-                    f"{split.folder / entry['file']}: token id {len(found) - 1} in a vocabulary of "
-                    f"{vocab_size:,}: these are not the tokenizer's shards; prepare or copy the data again"
-                )
+                what = f"token id {len(found) - 1} in a vocabulary of {vocab_size:,}"
+                remedy = "these are not the tokenizer's shards; prepare or copy the data again"
+                raise UserError(f"{split.folder / entry['file']}: {what}: {remedy}")
             counts += found
         if progress:
             progress.add_shard(entry)

@@ -94,9 +94,7 @@ class Inspection:
         length = recipe.sequence_length
         # A split that is shorter than one block has no samples.
         _check_range("block", 0, self.split.num_blocks(length), self.split.name)
-        # Converted data may have no validation.
-        held_out = "validation" if "validation" in self.data.split_names else "train"
-        prepared = PreparedData(self.data.folder, manifest, self.split, self.data.split(held_out))
+        prepared = PreparedData(self.data.folder, manifest, self.split, self.data.split("validation"))
         dataset = build_training_dataset(prepared.for_run(recipe), recipe, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
         # The stretches count from the start of their source, `between` from the start of the split.
