@@ -16,7 +16,7 @@ from pathlib import Path
 from pretraining.runtime.durable_files import sync_to_disk
 from pretraining.runtime.lock import try_lock
 
-POLL_SECONDS = 0.1
+LOCK_POLL_SECONDS = 0.1
 """How often a process that waits for the lock looks again."""
 
 
@@ -34,7 +34,7 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
         if not waiting:
             print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
         waiting = True
-        time.sleep(POLL_SECONDS)
+        time.sleep(LOCK_POLL_SECONDS)
         # Whoever held the lock has removed a parent that it had made, if nothing is in it.
         folder.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -35,8 +35,6 @@ from pretraining.schema import listed
 if TYPE_CHECKING:
     from pretraining.data.preparation.plan import Preparation
 
-HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -193,11 +191,12 @@ def _refuse_unreadable(recipe: Recipe) -> None:
                 continue
             hub.auth_check(name, repo_type=kind)
         except hub.errors.GatedRepoError as error:
-            login = ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
-            raise UserError(
-                f"{key}: {name} is gated, and its terms are not accepted: accept them at {HUB_PAGES[kind]}{name}"
-                f"{'' if hub.get_token() else login}, or name another that is open; nothing was read"
-            ) from error
+            page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+            login = (
+                "" if hub.get_token() else ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
+            )
+            what = f"{name} is gated, and its terms are not accepted: accept them at {page}{login}"
+            raise UserError(f"{key}: {what}, or name another that is open; nothing was read") from error
         except hub.errors.RepositoryNotFoundError as error:
             what = f"the hub has no {kind} {name} that this account may see; name one that is there"
             raise UserError(f"{key}: {what}, or a folder; nothing was read") from error
@@ -210,11 +209,11 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
     manifest = read_manifest(folder)
     differing = prepared_differences(manifest, data, fingerprints) if manifest else []
     if differing and not replace:
-        raise UserError(
-            f"{folder}: holds another data set, and runs made from it need it: {listed(differing)}; give the new one a "
-            "data.name of its own, or add --replace, which keeps the old one beside it"
-            f"{fitting_beside(folder, data, fingerprints)}"
+        what = f"holds another data set, and runs made from it need it: {listed(differing)}"
+        remedy = (
+            "give the new one a data.name of its own, or add --replace, which keeps the old one beside it"
         )
+        raise UserError(f"{folder}: {what}; {remedy}{fitting_beside(folder, data, fingerprints)}")
     return None if differing else manifest
 
 
