@@ -74,8 +74,8 @@ def write_megatron(split: SplitDocuments, prefix: Path, progress: ProgressBar) -
             file.write(np.arange(start, min(start + (1 << 20), count + 1), dtype="<i8").data)
 
 
-def mapped_tokens(path: Path, dtype: np.dtype, start: int = 0) -> np.ndarray:
-    """Map the tokens that a file holds from byte `start` on, to be read once from the first to the last: [tokens]."""
+def mapped(path: Path, dtype: np.dtype, start: int = 0) -> np.ndarray:
+    """Map the numbers that a file holds from byte `start` on, to be read once from the first to the last."""
     count = (path.stat().st_size - start) // dtype.itemsize
     if not count:  # an empty file cannot be mapped
         return np.empty(0, dtype)
@@ -133,7 +133,7 @@ class MegatronFile:
             raise UserError(f"{self.bin}: {what}; copy it again")
 
     def documents(self) -> Iterator[np.ndarray]:
-        tokens, width = mapped_tokens(self.bin, self.dtype), self.dtype.itemsize
+        tokens, width = mapped(self.bin, self.dtype), self.dtype.itemsize
         for first, last in pairwise(map(int, self.marks)):
             places = zip(self.offsets[first:last] // width, self.lengths[first:last], strict=True)
             pieces = [tokens[start : start + length] for start, length in places]
@@ -177,9 +177,7 @@ class DatatroveFile:
                 raise UserError(f"{needed}: {what} (datatrove's save_index)")
         if self.index.stat().st_size % 8:
             raise UserError(f"{self.index}: truncated: not a whole number of document ends; copy it again")
-        # An empty file cannot be mapped.
-        is_empty = self.index.stat().st_size == 0
-        self.ends = np.zeros(0, "<i8") if is_empty else np.memmap(self.index, "<i8", mode="r")
+        self.ends = mapped(self.index, np.dtype("<i8"))
         count = int(self.ends[-1]) if len(self.ends) else 0
         if (self.ends[1:] < self.ends[:-1]).any() or (self.ends[:1] < 0).any():
             raise UserError(f"{self.index}: damaged: its document ends do not ascend; copy it again")
@@ -191,7 +189,7 @@ class DatatroveFile:
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
 
     def documents(self) -> Iterator[np.ndarray]:
-        tokens, start = mapped_tokens(self.path, self.dtype), 0
+        tokens, start = mapped(self.path, self.dtype), 0
         for first in range(0, len(self.ends), 1 << 20):
             for end in self.ends[first : first + (1 << 20)].tolist():
                 yield tokens[start:end]
@@ -265,7 +263,7 @@ class BinFile:
         self.size = size - self.start
 
     def documents(self) -> Iterator[np.ndarray]:
-        tokens = mapped_tokens(self.path, self.dtype, self.start)
+        tokens = mapped(self.path, self.dtype, self.start)
         chunks = (tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS))
         yield from documents_between(chunks, self.eos, self.path)
 

@@ -1,7 +1,6 @@
 """`inspect` and `stats`: show documents as text, and what a block or sample is made of; count documents and tokens."""
 
 from collections import Counter
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -212,15 +211,13 @@ def _measure_split(data: FinishedData, name: str, top: int | None, progress: Pro
         for _, shard in split.shards():
             found, times = np.unique(np.diff(shard.ends, prepend=0), return_counts=True)
             lengths.update(dict(zip(found.tolist(), times.tolist(), strict=True)))
-        ordered = sorted(lengths)
-        documents_up_to = np.cumsum([lengths[length] for length in ordered])
-        # The smallest length that at least this share of the documents do not exceed; ranks count from 1.
-        ranks = [max(1, ceil(share * split.num_documents)) for share in PERCENTILES]
-        places = np.searchsorted(documents_up_to, ranks).tolist()
+        values, weights = list(lengths), list(lengths.values())
+        # The smallest length that at least this share of the documents do not exceed.
+        ends = np.quantile(values, PERCENTILES, method="inverted_cdf", weights=weights).tolist()
         measured["document_tokens"] = {
             "mean": split.num_tokens / split.num_documents,
-            "min": ordered[0],
-            **{f"p{100 * share:g}": ordered[n] for share, n in zip(PERCENTILES, places, strict=True)},
+            "min": min(values),
+            **{f"p{100 * share:g}": end for share, end in zip(PERCENTILES, ends, strict=True)},
         }
     if top is not None:
         counts = count_tokens(split, data.manifest["tokenizer"]["vocab_size"], progress)
@@ -274,10 +271,9 @@ def stats_text(measured: dict) -> str:
         elif cuts is not None:
             # Both ways to fill blocks, so that a recipe can choose.
             for packing, head in (("in_sequence", "read in sequence"), ("best_fit", "packed by best fit")):
-                lines.append(
-                    f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents "
-                    f"that fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
-                )
+                cut = f"{cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that fit into one"
+                cropped = f"{cuts[packing]['cropped']:.2%} of their tokens come after a cut"
+                lines.append(f"  {head:<24}blocks' ends cut {cut}, {cropped}")
         if found := split.get("token_frequencies"):
             ends = (found["most_frequent"], found["rarest"])
             most, rarest = ("  ".join(f"{t['text']!r} {t['count']:,}" for t in end) for end in ends)
