@@ -49,48 +49,24 @@ def main() -> None:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = OneLineParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = OneLineParser(description=__doc__, epilog=EXAMPLES)
     add_recipe_arguments(parser)
-    parser.add_argument(
-        "--executor",
-        choices=EXECUTORS,
-        default="auto",
-        help="where tasks run: inline (this process), local (processes of this machine), slurm, ray; "
-        "auto takes inline for small corpora, else local",
-    )
-    parser.add_argument(
-        "--workers",
-        type=not_negative_integer,
-        default=0,
-        metavar="N",
-        help="tasks at once (default: every core)",
-    )
-    parser.add_argument(
-        "--slurm",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help=f"of the jobs: {', '.join(SLURM_KEYS)} (repeatable)",
-    )
-    parser.add_argument(
-        "--replace",
-        action="store_true",
-        help="make anew a finished data set that differs from the recipe; the old one is kept beside it",
-    )
+    add = parser.add_argument
+    what = "where tasks run: inline (this process), local (processes of this machine), slurm, ray; "
+    what += "auto takes inline for small corpora, else local"
+    add("--executor", choices=EXECUTORS, default="auto", help=what)
+    what = "tasks at once (default: every core)"
+    add("--workers", type=not_negative_integer, default=0, metavar="N", help=what)
+    what = f"of the jobs: {', '.join(SLURM_KEYS)} (repeatable)"
+    add("--slurm", action="append", default=[], metavar="KEY=VALUE", help=what)
+    what = "make anew a finished data set that differs from the recipe; the old one is kept beside it"
+    add("--replace", action="store_true", help=what)
     # For train.py --while_preparing, which starts this command: it ends with standard input, and gives way to training.
-    parser.add_argument("--beside_training", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
-    parser.add_argument(
-        "--count", action="store_true", help="count tokens by source and exit; writes nothing"
-    )
-    parser.add_argument(
-        "--count_documents",
-        type=positive_integer,
-        metavar="N",
-        help="with --count: the first N documents of each source",
-    )
+    add("--beside_training", action="store_true", help=argparse.SUPPRESS)
+    add("--json", action="store_true", help="print the summary as one JSON object")
+    add("--count", action="store_true", help="count tokens by source and exit; writes nothing")
+    what = "with --count: the first N documents of each source"
+    add("--count_documents", type=positive_integer, metavar="N", help=what)
     return parser.parse_args(arguments)
 
 

@@ -8,36 +8,35 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer
 from pretraining.errors import Interrupted, UserError, nearest, one_line_errors
 
 EXAMPLES_OF = {
-    "verify": """examples:
+    "verify": """\
   python -m pretraining.data verify data/python-stdlib
   python -m pretraining.data verify data/python-stdlib --json""",
-    "stats": """examples:
+    "stats": """\
   python -m pretraining.data stats data/python-stdlib
   python -m pretraining.data stats data/python-stdlib --no-tokens --json
   python -m pretraining.data stats data/python-stdlib --no-tokens --sequence_length 512""",
-    "inspect": """examples:
+    "inspect": """\
   python -m pretraining.data inspect data/python-stdlib --split validation --count 5 --seed 1
   python -m pretraining.data inspect data/python-stdlib --document 17
   python -m pretraining.data inspect data/python-stdlib --search "def main" --count 1
   python -m pretraining.data inspect data/python-stdlib --block 5 --sequence_length 512
   python -m pretraining.data inspect data/python-stdlib --sample 1000 --recipe tiny""",
-    "convert": """examples:
+    "convert": """\
   python -m pretraining.data convert data/python-stdlib --to megatron exported/python-stdlib
   python -m pretraining.data convert data/python-stdlib --to datatrove exported/python-stdlib
   python -m pretraining.data convert data/theirs --from megatron corpus_text_document --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from datatrove tokenized/ --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from bin openwebtext/ --tokenizer gpt2
   python -m pretraining.data convert data/theirs --from mds my-copy-c4 --tokenizer EleutherAI/gpt-neox-20b""",
-    "quality": """examples:
+    "quality": """\
   python -m pretraining.data quality good-or-not.npz --good textbooks --other "crawl/*.jsonl"
   python -m pretraining.data quality good-or-not.npz --good rated.parquet --other crawl --json""",
-    "push": """examples:
+    "push": """\
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --dry_run
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --private""",
 }
@@ -70,8 +69,8 @@ def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
 def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
     from pretraining.data.tools.inspect import measure_data, stats_text
 
-    counted = options.tokens, options.top, not options.json, options.sequence_length
-    measured = measure_data(options.folder, *counted)
+    wanted = options.tokens, options.top, not options.json, options.sequence_length
+    measured = measure_data(options.folder, *wanted)
     return measured, stats_text(measured)
 
 
@@ -98,15 +97,14 @@ def run_inspect(options: argparse.Namespace) -> tuple[dict | list, str]:
         if not documents:
             raise UserError(f"{options.folder}: no document of {options.split} holds {options.search!r}")
     else:
-        # A range, so that no list of all documents is made.
-        population = range(inspection.split.num_documents)
+        held = inspection.split.num_documents
         if options.document is not None:
             first, last = options.document, options.document + (options.count or 1)
             # The first one is refused if it is not there; the others may be fewer at the end of the split.
-            numbers = [first, *range(first + 1, min(last, len(population)))]
+            numbers = [first, *range(first + 1, min(last, held))]
         else:
-            drawn = random.Random(options.seed).sample(population, min(options.count or 3, len(population)))
-            numbers = sorted(drawn)
+            # Of a range, so that no list of all documents is made.
+            numbers = sorted(random.Random(options.seed).sample(range(held), min(options.count or 3, held)))
         documents = [inspection.document(number) for number in numbers]
     return documents, "\n\n".join(document_text(each, options.max_chars) for each in documents)
 
@@ -123,8 +121,8 @@ def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
         made = export_data(options.folder, form, Path(place), not options.json)
     else:
         reading = TokenFiles(form, Path(place), options.dtype, options.column)
-        given = options.tokenizer, options.validation_share, not options.json
-        made = import_data(options.folder, reading, *given)
+        made_with = options.tokenizer, options.validation_share
+        made = import_data(options.folder, reading, *made_with, not options.json)
     lines = [f"{made['folder']} is ready"]
     for split in ("train", "validation"):
         counts = made[split]
@@ -176,82 +174,72 @@ def run_quality(options: argparse.Namespace) -> tuple[dict, str]:
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse `verb`, `run`, `folder`, `json`, `after_interrupt` (what an interrupt leaves) and what the verb adds."""
-    firsts = [examples.splitlines()[1] for examples in EXAMPLES_OF.values()]
+    firsts = [examples.splitlines()[0] for examples in EXAMPLES_OF.values()]
     what = "Verify, measure, read, convert and publish prepared data; train a classifier of quality."
     epilog = "\n".join(["examples:", *firsts, "", "Every verb has its own --help."])
     parser = OneLineParser("python -m pretraining.data", description=what, epilog=epilog)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def add(to, name: str, what: str, **options: Any) -> None:
-        to.add_argument(name, help=what, **options)
-
     _verb(verbs, run_verify, "compare every file of a data set with its manifest")
-    stats = _verb(verbs, run_stats, "counts, document lengths, token frequencies")
+    add = _verb(verbs, run_stats, "counts, document lengths, token frequencies").add_argument
     what = "counts and lengths only; no shard is read whole"
-    add(stats, "--no-tokens", what, dest="tokens", action="store_false")
-    add(stats, "--top", "tokens listed at each end (10)", type=positive_integer, default=10, metavar="N")
+    add("--no-tokens", dest="tokens", action="store_false", help=what)
+    add("--top", type=positive_integer, default=10, metavar="N", help="tokens listed at each end (10)")
     what = "also which share of train's documents the ends of blocks of L tokens cut, in sequence and by best fit"
-    add(stats, "--sequence_length", what, type=positive_integer, metavar="L")
+    add("--sequence_length", type=positive_integer, metavar="L", help=what)
     inspect = _verb(verbs, run_inspect, "documents as text; what a block is made of")
-    which = inspect.add_mutually_exclusive_group()
-    add(which, "--document", "this document of the split, from 0", type=int, metavar="N")
-    add(which, "--search", "the first documents whose text holds TEXT", metavar="TEXT")
-    add(which, "--block", "a block and the documents it is made of", type=int, metavar="B")
-    add(which, "--sample", "sample I of a run of --recipe, from 0", type=int, metavar="I")
-    add(inspect, "--split", "train (default) or validation", default="train")
-    add(inspect, "--sequence_length", "with --block: inputs a block", type=positive_integer, metavar="L")
+    which = inspect.add_mutually_exclusive_group().add_argument
+    which("--document", type=int, metavar="N", help="this document of the split, from 0")
+    which("--search", metavar="TEXT", help="the first documents whose text holds TEXT")
+    which("--block", type=int, metavar="B", help="a block and the documents it is made of")
+    which("--sample", type=int, metavar="I", help="sample I of a run of --recipe, from 0")
+    add = inspect.add_argument
+    add("--split", default="train", help="train (default) or validation")
+    add("--sequence_length", type=positive_integer, metavar="L", help="with --block: inputs a block")
     what = "with --sample: its length, order and packing; with --block: its length"
-    add(inspect, "--recipe", what, metavar="NAME|PATH")
+    add("--recipe", metavar="NAME|PATH", help=what)
     what = "change a value of --recipe"
-    add(inspect, "--set", what, action="append", default=[], metavar="SECTION.KEY=VALUE")
-    add(inspect, "--count", "documents to show (3 at random, else 1)", type=positive_integer, metavar="K")
-    add(inspect, "--seed", "draw of the random documents (default 0)", type=int, default=0)
-    add(
-        inspect, "--max_chars", "of each text (default 2000; 0: all)", type=not_negative_integer, default=2000
-    )
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
+    add("--count", type=positive_integer, metavar="K", help="documents to show (3 at random, else 1)")
+    add("--seed", type=int, default=0, help="draw of the random documents (default 0)")
+    what = "of each text (default 2000; 0: all)"
+    add("--max_chars", type=not_negative_integer, default=2000, help=what)
     what = "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds"
     convert = _verb(verbs, run_convert, what)
-    way = convert.add_mutually_exclusive_group(required=True)
+    way = convert.add_mutually_exclusive_group(required=True).add_argument
     what = "write DIR as megatron or datatrove to OUT"
-    add(way, "--to", what, dest="export_to", nargs=2, metavar=("FORM", "OUT"))
+    way("--to", dest="export_to", nargs=2, metavar=("FORM", "OUT"), help=what)
     what = "make DIR of megatron, datatrove, bin (nanoGPT, llm.c) or mds: a prefix, file or folder"
-    add(way, "--from", what, dest="import_from", nargs=2, metavar=("FORM", "PATH"))
-    add(convert, "--tokenizer", "with --from: what the tokens were made with", metavar="NAME|PATH")
+    way("--from", dest="import_from", nargs=2, metavar=("FORM", "PATH"), help=what)
+    add = convert.add_argument
+    add("--tokenizer", metavar="NAME|PATH", help="with --from: what the tokens were made with")
     what = "with --from bin without a header, or mds with a column of bytes: the type of a token "
     what += "(default: uint16 or uint32 by the tokenizer; int64)"
-    add(convert, "--dtype", what, choices=("uint16", "uint32", "int32", "int64"))
-    add(convert, "--column", "with --from mds: the tokens (default: tokens, input_ids)", metavar="NAME")
+    add("--dtype", choices=("uint16", "uint32", "int32", "int64"), help=what)
+    add("--column", metavar="NAME", help="with --from mds: the tokens (default: tokens, input_ids)")
     what = "with --from: documents kept for validation, by a hash of their tokens (default 0.005)"
-    add(convert, "--validation_share", what, type=float, default=0.005, metavar="SHARE")
+    add("--validation_share", type=float, default=0.005, metavar="SHARE", help=what)
     what = "train a classifier of good and other texts, for the filter rule quality"
-    quality = _verb(verbs, run_quality, what, "the classifier to write, an .npz file", "FILE")
+    add = _verb(verbs, run_quality, what, "FILE", "the classifier to write, an .npz file").add_argument
     for side in ("good", "other"):
         what = f"file, folder or glob of {side} texts: .txt, .jsonl, .parquet"
-        quality.add_argument(f"--{side}", required=True, help=what, metavar="PATH")
+        add(f"--{side}", required=True, help=what, metavar="PATH")
     push = _verb(verbs, run_push, "upload a data set to the Hugging Face hub")
-    add(push, "repo_id", "data set repository; made where it does not exist", metavar="OWNER/NAME")
-    add(push, "--private", "make a new repository private", action="store_true")
-    add(push, "--dry_run", "list the files and the card; send nothing", action="store_true")
     push.set_defaults(after_interrupt="the same command goes on where it stopped")
+    add = push.add_argument
+    add("repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist")
+    add("--private", action="store_true", help="make a new repository private")
+    add("--dry_run", action="store_true", help="list the files and the card; send nothing")
     return parser.parse_args(arguments)
 
 
 def _verb(
-    verbs,
-    run: Callable,
-    summary: str,
-    of: str = "data set, such as data/python-stdlib",
-    shown_as: str = "DIR",
+    verbs, run: Callable, summary: str, place: str = "DIR", of: str = "data set, such as data/python-stdlib"
 ) -> argparse.ArgumentParser:
-    """Add the subcommand `name` of a function `run_name`, with its place (DIR), --json and its examples."""
+    """Add the subcommand `name` of a function `run_name`, with its place, --json and its examples."""
     name = run.__name__.removeprefix("run_")
-    shown = {
-        "help": summary,
-        "description": f"{summary[0].upper()}{summary[1:]}.",
-        "epilog": EXAMPLES_OF[name],
-    }
-    parser = verbs.add_parser(name, **shown, allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar=shown_as, help=of)
+    description, epilog = f"{summary[0].upper()}{summary[1:]}.", f"examples:\n{EXAMPLES_OF[name]}"
+    parser = verbs.add_parser(name, help=summary, description=description, epilog=epilog, allow_abbrev=False)
+    parser.add_argument("folder", type=Path, metavar=place, help=of)
     what = "print the answer as JSON, without a progress bar"
     parser.add_argument("--json", action="store_true", help=what)
     parser.set_defaults(run=run, after_interrupt="nothing was changed")

@@ -2,13 +2,13 @@
 
 import sys
 import time
-from typing import Self
+from contextlib import AbstractContextManager
 
 LOG_SECONDS = 10.0
 """Between two lines in a log file, which needs none of a preparation that is over before."""
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A tqdm bar over bytes that also counts documents and tokens; lines if stderr is a file; silent unless `shown`."""
 
     def __init__(self, description: str = "", shown: bool = False, total_bytes: int | None = None):
@@ -54,9 +54,6 @@ class ProgressBar:
         if self.shown and self._bar is None and time.perf_counter() - self._last_line >= LOG_SECONDS:
             self._last_line = time.perf_counter()
             print(f"{self._description}: {text}", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_) -> None:
         if self._bar is not None:

@@ -3,18 +3,21 @@
 What was there before is never deleted: it is kept under the next free name, `<name>.replaced-1` and so on.
 """
 
-import fcntl
 import glob
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.runtime.lock import try_lock
+
+LOCK_POLL_SECONDS = 0.1
+"""How often a process that waits for the lock looks again."""
 
 
 @contextmanager
@@ -26,22 +29,14 @@ def preparation_lock(folder: Path) -> Iterator[Path | None]:
     path = folder.parent / f".{folder.name}.lock"
     made_parent = not folder.parent.exists()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    is_locked = waiting = False
-    while not is_locked:
-        # The system releases the lock when its process ends, however it ends.
-        file = open(path, "w", opener=regular)  # noqa: SIM115 (closed below)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not waiting:
-                print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
-            waiting = True
-            fcntl.flock(file, fcntl.LOCK_EX)
-        # A lock on a file that its last holder has removed protects nothing: the next process would lock a new one.
-        with suppress(FileNotFoundError):
-            is_locked = os.path.samestat(path.stat(), os.fstat(file.fileno()))
-        if not is_locked:
-            file.close()
+    waiting = False
+    while (file := try_lock(path)) is None:
+        if not waiting:
+            print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+        waiting = True
+        time.sleep(LOCK_POLL_SECONDS)
+        # Whoever held the lock has removed a parent that it had made, if nothing is in it.
+        folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         if _building(folder).exists():
             shutil.rmtree(_building(folder))

@@ -126,7 +126,7 @@ def holder_of(folder: Path) -> str | None:
     """Return who holds the lock of a run folder, as `process 12 on node0`; None if nobody does."""
     if not (folder / LOCK).is_file():
         return None
-    lock = _try_lock(folder / LOCK)
+    lock = try_lock(folder / LOCK)
     if lock is None:
         return _holder(folder / LOCK)
     lock.close()
@@ -146,7 +146,7 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
     """Make the folder and lock it until the returned file is closed; `UserError` names the process that holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + patience_seconds
-    while (lock := _try_lock(folder / LOCK)) is None:
+    while (lock := try_lock(folder / LOCK)) is None:
         # no holder: it has just left, so the next try gets the lock
         if time.monotonic() > until and (holder := _holder(folder / LOCK)) is not None:
             raise UserError(
@@ -168,7 +168,7 @@ def move_lock(folder: Path, new_folder: Path) -> None:
     (folder / LOCK).rename(new_folder / LOCK)
 
 
-def _try_lock(path: Path) -> TextIO | None:
+def try_lock(path: Path) -> TextIO | None:
     """Return the locked file, or None if another process holds it, or has just removed it."""
     file = os.fdopen(regular(str(path), os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8")
     try:

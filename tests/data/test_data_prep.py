@@ -23,6 +23,7 @@ from pretraining.data.manifest import read_manifest, report_text
 from pretraining.data.preparation.prepare import count_data, prepare_data
 from pretraining.data.prepared import open_prepared
 from pretraining.data.progress import ProgressBar
+from pretraining.data.publishing import preparation_lock
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
@@ -346,8 +347,12 @@ def test_empty_corpus_is_refused(root, corpus, tmp_path):
     local = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"
     assert "the corpus is empty" in refusal(root, recipe_for(source))
     assert "the corpus is empty" in refusal(root, recipe_for(source, tokenizer=str(local)))
-    message = refusal(root, recipe_for(corpus, filters=[{"rule": "length", "min_words": 10**6}]))
-    assert "the corpus is empty" in message and "what filters took out" in message
+    for sources in (
+        corpus,
+        {"path": str(corpus), "max_tokens": 3000},
+    ):  # cleaned before they are read, and as they are
+        message = refusal(root, recipe_for(sources, filters=[{"rule": "length", "min_words": 10**6}]))
+        assert "the corpus is empty" in message and "what filters took out" in message
 
 
 def test_a_corpus_too_small_for_blocks_says_what_would_do(root, corpus):
@@ -502,6 +507,19 @@ def test_prefetch_keeps_order_and_raises_where_it_is_read():
     next(reader)
     reader.close()
     assert threading.active_count() == running
+
+
+def test_a_preparation_waits_for_another_of_its_folder(root, corpus, capsys):
+    """It says so, touches nothing, and goes on when the other has ended."""
+    second, said = threading.Thread(target=prepare, args=(root, recipe_for(corpus))), ""
+    with preparation_lock(root / "corpus"):
+        second.start()
+        while second.is_alive() and "waiting: another process is preparing" not in said:
+            said += capsys.readouterr().err
+            time.sleep(0.02)
+        assert second.is_alive() and not (root / "corpus").exists()
+    second.join()
+    assert (root / "corpus" / "manifest.json").exists() and said.count("waiting") == 1
 
 
 def test_a_folder_of_somebody_s_files_is_not_replaced(root, corpus):

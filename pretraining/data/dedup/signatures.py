@@ -17,11 +17,13 @@ probability about 2**-58: of 1e12 n-grams of a corpus against 1e6 of evaluation 
 import math
 import unicodedata
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+
+from pretraining.recipe.data import MinHash
+from pretraining.recipe.section import key
 
 BATCH_CHARACTERS = 1 << 18
 """Characters handled at once: the arrays of a batch stay in the processor's cache."""
@@ -249,23 +251,14 @@ _ACCEPT_DEVIATIONS = 2.4
 _GUARD_DEVIATIONS = 6
 
 
-@dataclass(frozen=True)
-class MinHashSpec:
-    """Near-duplicate settings of a recipe, their defaults, and what follows from them.
+class MinHashSpec(MinHash):
+    """Near-duplicate settings of a recipe, with bands and rows, and what follows from them.
 
     Two documents are near duplicates if the share of signature hashes on which they agree is at least `accepted`.
     """
 
-    ngram: int = 5
-    """Words or characters in an n-gram."""
-    unit: str = "words"
-    """"words" or "characters"."""
-    threshold: float = 0.8
-    """Jaccard similarity from which two documents are to be found."""
-    bands: int = 32
-    rows: int = 8
-    seed: int = 0
-    """Picks the hash functions."""
+    bands: int = key(default=32)
+    rows: int = key(default=8)
 
     @classmethod
     def from_recipe(cls, section: dict) -> "MinHashSpec":

@@ -89,6 +89,15 @@ class EvaluationSets(Stage):
         values = {"names": index.names, "texts": index.texts, "too_short": index.too_short}
         write_json(folder / INDEX_NAME, {**values, "lengths": list(index.hashes)})
 
+    def index(self) -> decontamination.ContaminationIndex:
+        """Read what `run` has written."""
+        (folder,) = self.outputs()
+        values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        lengths = values.pop("lengths")
+        for kind in ("hashes", "owners"):
+            values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
+        return decontamination.ContaminationIndex(self.section, **values)
+
 
 @dataclass(frozen=True)
 class Clean(Stage):
@@ -97,7 +106,6 @@ class Clean(Stage):
     name = "clean"
     corpus: Corpus
     filters: list[dict]
-    """`data.filters` of the recipe."""
     consulted: dict
     """What the filters use, with checksums of the files they read."""
     evaluation_sets: EvaluationSets | None
@@ -121,14 +129,11 @@ class Clean(Stage):
         names = [self.source_names] if any(rule.get("sources") for rule in self.filters) else []
         return [digest_of(self.consulted, evaluation, compared, key, *names) for key in self.corpus.keys]
 
-    def cleaner(self) -> "Cleaner":
-        return Cleaner(FilterChain(self.filters), self.evaluation_sets, self.source_names)
-
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Read a piece, leave out what the recipe does not want, write the rest with hashes and signatures."""
         import pyarrow as pa
 
-        cleaner, skipped = self.cleaner(), {}
+        cleaner, skipped = Cleaner(self), {}
         # Batches again: what is left of a text may be empty, and its draw follows from the text as it is now.
         documents = cleaner.documents(self.corpus.batches(range(number, number + 1), skipped))
         batches = read_batches(self.corpus.pieces[number].source, documents, {}, skip_undecodable=False)
@@ -184,18 +189,9 @@ class CleanValidation(Clean):
 class Cleaner:
     """Apply the recipe's filters and evaluation sets to a piece, and keep count of what they take out."""
 
-    def __init__(
-        self, filters: FilterChain, evaluation_sets: EvaluationSets | None, source_names: tuple[str, ...]
-    ):
-        self._chain, self._names = filters, source_names
-        self._index = None
-        if evaluation_sets:
-            (folder,) = evaluation_sets.outputs()
-            values = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
-            lengths = values.pop("lengths")
-            for kind in ("hashes", "owners"):
-                values[kind] = {length: np.load(folder / f"{length}.{kind}.npy") for length in lengths}
-            self._index = decontamination.ContaminationIndex(evaluation_sets.section, **values)
+    def __init__(self, clean: Clean):
+        self._chain, self._names = FilterChain(clean.filters), clean.source_names
+        self._index = clean.evaluation_sets.index() if clean.evaluation_sets else None
         self._contaminations: list[dict] = []
 
     def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
@@ -228,13 +224,12 @@ class Match(Stage):
         return [digest_of(self.clean.keys, number) for number in slices]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
-        """Write the pairs of one slice."""
-        pieces, position = self.clean.outputs(), (number, len(self.keys))
+        pieces, num_slices = self.clean.outputs(), len(self.keys)
         if self.clean.dedup and self.clean.dedup.exact:
-            np.save(folder / "exact.npy", duplicates.exact_pairs(pieces, *position))
+            np.save(folder / "exact.npy", duplicates.exact_pairs(pieces, number, num_slices))
         if minhash := self.clean.minhash:
-            signatures = duplicates.SignatureParts(pieces)
-            np.save(folder / "similar.npy", duplicates.match_slice(signatures, minhash, *position))
+            pairs = duplicates.match_slice(duplicates.SignatureParts(pieces), minhash, number, num_slices)
+            np.save(folder / "similar.npy", pairs)
 
 
 @dataclass(frozen=True)
@@ -244,9 +239,7 @@ class Fates(Stage):
     name = "fates"
     match: Match
     remove: bool
-    """`data.dedup.remove` of the recipe."""
     validation_share: float
-    source_names: list[str]
 
     @cached_property
     def keys(self) -> list[str]:
@@ -266,7 +259,7 @@ class Fates(Stage):
         for piece, own in enumerate(fates):
             np.save(folder / f"{piece:05d}.npy", own)
         sources = [piece.source for piece in clean.corpus.pieces]
-        report = duplicates.duplicates_report(clusters, fates, sources, self.source_names)
+        report = duplicates.duplicates_report(clusters, fates, sources, clean.source_names)
         write_json(folder / REPORT_NAME, report)
 
 
@@ -277,7 +270,6 @@ class Passages(Stage):
     name = "passages"
     fates: Fates
     section: RepeatedPassages
-    """`data.dedup.passages` of the recipe."""
 
     @cached_property
     def keys(self) -> list[str]:
@@ -288,8 +280,7 @@ class Passages(Stage):
         pieces = self.fates.match.clean.outputs()
         (decided,) = self.fates.outputs()
         fates = [np.load(decided / f"{piece:05d}.npy") for piece in range(len(pieces))]
-        slice_ = (number, len(self.keys))
-        found = passages.repeated_windows(pieces, fates, self.section.words, *slice_)
+        found = passages.repeated_windows(pieces, fates, self.section.words, number, len(self.keys))
         for name, numbers in zip(("windows", "documents"), found, strict=True):
             np.save(folder / f"{name}.npy", numbers)
 
@@ -327,7 +318,6 @@ class CleanedCorpus:
     Without deduplication these are the same texts in the same order.
     """
 
-    corpus: Corpus
     cleaned_by: list[str]
     """The keys of the data section that ask for it."""
     clean: Clean
@@ -338,11 +328,11 @@ class CleanedCorpus:
 
     @property
     def pieces(self) -> list[TextPiece]:
-        return self.corpus.pieces
+        return self.clean.corpus.pieces
 
     @property
     def tasks(self) -> list[range]:
-        return self.corpus.tasks
+        return self.clean.corpus.tasks
 
     @property
     def stages(self) -> list[Stage]:
@@ -357,8 +347,9 @@ class CleanedCorpus:
         cut = [self.passages.keys] if self.passages and self.passages.section.remove else []
         return [digest_of(key, fates, *cut) for key in self.clean.keys]
 
-    def is_empty(self, skipped: dict[str, int]) -> UserError:
-        return self.corpus.is_empty(skipped, self.cleaned_by)
+    def is_empty(self, skipped: dict) -> UserError:
+        counts = {reason: count for reason, count in skipped.items() if reason != "cleaner"}
+        return self.clean.corpus.is_empty(counts, self.cleaned_by)
 
     def batches(self, numbers: range, account: dict) -> Iterator[Batch]:
         """Read neighbouring pieces, each text with the draw that decides its split.
@@ -367,13 +358,9 @@ class CleanedCorpus:
         """
         source = self.pieces[numbers.start].source
         if self.as_read:
-            cleaner = self.clean.cleaner()
-            documents = cleaner.documents(self.corpus.batches(numbers, account))
-            for batch in read_batches(source, documents, {}, skip_undecodable=False):
-                # Not before: to read the first batch empties the account.
-                account["cleaner"] = cleaner
-                yield batch
-            account["cleaner"] = cleaner
+            account["cleaner"] = cleaner = Cleaner(self.clean)
+            documents = cleaner.documents(self.clean.corpus.batches(numbers, account))
+            yield from read_batches(source, documents, {}, skip_undecodable=False)
             return
         for number in numbers:
             kept: list[int | None] = []
@@ -395,13 +382,11 @@ class CleanedCorpus:
         cuts: Iterable = repeat(())
         if self.passages and self.passages.section.remove:
             cuts = self.passages.of_piece(number)
-        for document, fate, windows in zip(
-            self.clean.texts(number), fates or repeat(None), cuts, strict=False
-        ):
+        decided = zip(self.clean.texts(number), fates or repeat(None), cuts, strict=False)
+        for document, fate, windows in decided:
             if fate in (None, duplicates.TRAIN, duplicates.VALIDATION):
                 if len(windows):
-                    words = self.passages.section.words
-                    text = passages.without_windows(document.text, windows, words)
+                    text = passages.without_windows(document.text, windows, self.passages.section.words)
                     document = document._replace(text=text)
                 # A text of which nothing is left is no document, and has no fate.
                 if document.text:

@@ -1,5 +1,6 @@
 """Run the stages of a preparation in this process, in processes of this machine, or on Ray; `slurm` submits jobs."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from pretraining.data.preparation.stage import Stage, run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError, require
 from pretraining.runtime.installation import PACKAGE
+from pretraining.runtime.processes import handlers_kept
 
 if TYPE_CHECKING:
     from pretraining.data.preparation.plan import Preparation
@@ -96,9 +99,6 @@ def run_stages(
 MOST_DEATHS = 3
 """How often the process of one task may be killed; each time the task moves behind all others."""
 
-PRELOADED = ["pretraining.data.preparation.execution", "pretraining.data.preparation.plan", "pyarrow"]
-"""Imported once, by the process from which the workers of all stages are forked."""
-
 
 def run_in_workers(
     stage: Stage, numbers: list[int], num_workers: int, num_threads: int, finished: Callable[[], None]
@@ -108,41 +108,47 @@ def run_in_workers(
     finished: is called after each task. Raises what a task raised, and UserError if the process of one task is killed
     again and again. The workers end with this process, however it ends.
     """
-    import multiprocessing
-    from multiprocessing import connection, forkserver
-
     # Forked from a clean process: a fork of this one would copy its threads' locks.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    # Imported once, by the process from which the workers of all stages are forked.
+    preparation = "pretraining.data.preparation"
+    context.set_forkserver_preload([f"{preparation}.execution", f"{preparation}.plan", "pyarrow"])
     # The fork server ignores Ctrl-C by itself, but only once it has imported what it preloads. So it is started with
     # Ctrl-C ignored; only the main thread may set a signal handler.
-    of_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if of_main_thread else None
-    try:
+    with handlers_kept() as may_set:
+        if may_set:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         forkserver.ensure_running()
-    finally:
-        if of_main_thread:
-            signal.signal(signal.SIGINT, before)
-    waiting, deaths, workers = deque(numbers), Counter(), []
+    waiting, deaths, processes = deque(numbers), Counter(), {}
+    idle: list[connection.Connection] = []
+    running: dict[connection.Connection, int] = {}
     try:
-        while waiting or any(worker.number is not None for worker in workers):
-            while waiting and len(workers) < num_workers:  # also in the place of those that died
-                workers.append(_TaskProcess(context, stage, num_threads))
-            for worker in workers:
-                if waiting and worker.number is None:
-                    worker.give(waiting.popleft())
-            for worker in connection.wait([worker for worker in workers if worker.number is not None]):
-                if worker.died():
-                    workers.remove(worker)
-                    deaths[worker.number] += 1
-                    report_death(stage, worker.number, worker.end(), deaths[worker.number])
+        while waiting or running:
+            while waiting and len(running) < num_workers:
+                if not idle:  # also in the place of those that died
+                    idle.append(_start_worker(context, stage, num_threads, processes))
+                channel = idle.pop()
+                running[channel] = waiting.popleft()
+                with suppress(OSError):  # a process that is gone is noticed when its answer is read
+                    channel.send(running[channel])
+            # A channel can be read once its process has answered, or died.
+            for channel in connection.wait(running):
+                number = running.pop(channel)
+                try:
+                    error = channel.recv()
+                except (EOFError, OSError):
+                    deaths[number] += 1
+                    report_death(stage, number, _end(channel, processes.pop(channel)), deaths[number])
                     # Behind all others: if memory ran out, it may have more room at the end.
-                    waiting.append(worker.number)
-                else:
-                    finished()
+                    waiting.append(number)
+                    continue
+                if error is not None:
+                    raise error
+                idle.append(channel)
+                finished()
     finally:
-        for worker in workers:
-            worker.end()
+        for channel, process in processes.items():
+            _end(channel, process)
 
 
 def report_death(stage: Stage, number: int, how: str, num_deaths: int) -> None:
@@ -154,52 +160,29 @@ def report_death(stage: Stage, number: int, how: str, num_deaths: int) -> None:
     print(f"the process of {task} was ended ({how}): the task is run again", file=sys.stderr, flush=True)
 
 
-class _TaskProcess:
-    """One process, the channel to it, and the number of the task it runs."""
+def _start_worker(context, stage: Stage, num_threads: int, processes: dict):
+    """Start one process, and return the channel to it; `processes` gains it."""
+    channel, theirs = context.Pipe()
+    given = str(stage.work), stage.name, num_threads, theirs
+    process = context.Process(target=_serve, args=given, daemon=True)
+    process.start()
+    # Else this process would hold the worker's end open, and never see that the worker died.
+    theirs.close()
+    processes[channel] = process
+    return channel
 
-    def __init__(self, context, stage: Stage, num_threads: int):
-        self._channel, theirs = context.Pipe()
-        given = str(stage.work), stage.name, num_threads, theirs
-        self._process = context.Process(target=_serve, args=given, daemon=True)
-        self._process.start()
-        # Else this process would hold the worker's end open, and never see that the worker died.
-        theirs.close()
-        self.number: int | None = None
 
-    def give(self, number: int) -> None:
-        self.number = number
-        with suppress(OSError):  # a process that is gone is noticed when its answer is read
-            self._channel.send(number)
-
-    def fileno(self) -> int:
-        """Return the descriptor for `connection.wait`: it is readable once the process has answered, or died."""
-        return self._channel.fileno()
-
-    def died(self) -> bool:
-        """Read the answer: False if the task is done, True if the process died; raise what the task raised."""
-        try:
-            error = self._channel.recv()
-        except (EOFError, OSError):
-            return True
-        if error is not None:
-            raise error
-        self.number = None
-        return False
-
-    def end(self) -> str:
-        """End the process and return how it ended."""
-        self._process.kill()
-        self._process.join()
-        self._channel.close()
-        code = self._process.exitcode or 0
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _end(channel, process) -> str:
+    """End a process and return how it ended."""
+    process.kill()
+    process.join()
+    channel.close()
+    code = process.exitcode or 0
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _serve(work: str, stage_name: str, num_threads: int, channel) -> None:
     """Live as a worker: numbers of tasks come in, None or an error goes out."""
-    import multiprocessing
-    from multiprocessing import connection
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the parent decides
 
     def leave_with_parent() -> None:

@@ -18,11 +18,9 @@ from pretraining.data.checksums import checksum_of_file, content_fingerprint, di
 from pretraining.data.corpus import summed_skips
 from pretraining.data.manifest import (
     FORMAT,
-    MANIFEST_NAME,
     POSITIONS_FILE,
     check_blocks,
     deciding_section,
-    entropy_bits,
     read_manifest,
     reading_options,
     report_text,
@@ -30,16 +28,10 @@ from pretraining.data.manifest import (
 from pretraining.data.portions import rows_of
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
 from pretraining.data.preparation.plan import Begun, Preparation, Survey
-from pretraining.data.preparation.tokenizing import COUNTS_NAME, POSITIONS_NAME, SPLITS, workable_share
+from pretraining.data.preparation.tokenizing import POSITIONS_NAME, workable_share
 from pretraining.data.publishing import building, publish
-from pretraining.data.shards import (
-    SplitWriter,
-    TokenSplit,
-    map_shard,
-    split_entry,
-    summed_entry,
-    token_dtype,
-)
+from pretraining.data.shards import Shard, SplitWriter, TokenSplit, split_entry, summed_entry, token_dtype
+from pretraining.data.tools.finished import complete
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 
@@ -51,22 +43,36 @@ class _SourcePart:
     source: int
     done: list[tuple[Path, dict]]
     """The tasks: the folder of each one's output, and what it reports about it."""
-    begun: Begun | None = None
+    begun: Begun = field(default_factory=Begun)
     earlier: dict[str, TokenSplit] = field(default_factory=dict)
     """The splits of the data set that `begun` is about: that in the place of the new one, which holds less of the
     same."""
 
-    def train_shards(self) -> Iterator[tuple[Path, dict]]:
-        """List the shards of training, each with its entry."""
-        if self.begun:
+    def shards(self, split: str) -> Iterator[tuple[Path, dict]]:
+        """List the shards of the tasks, each with its entry; before those of training, what is there already."""
+        if self.begun and split == "train":
             train = self.earlier["train"]
             of_source = [shard for shard in train.shard_entries if shard["source"] == self.source]
             for shard in of_source[: self.begun.shards]:
                 yield train.folder / shard["file"], dict(shard)
         for output, result in self.done:
-            for shard in result["splits"]["train"]["shards"]:
+            for shard in result["splits"][split]["shards"]:
                 if shard["documents"]:
-                    yield output / "train" / shard["file"], {**shard, "source": self.source}
+                    yield output / split / shard["file"], {**shard, "source": self.source}
+
+    def validation_shards(self) -> Iterator[tuple[Shard, int]]:
+        """Open the shards of validation, each with the number of its first documents that count."""
+        if self.begun:
+            split, left = self.earlier["validation"], self.begun.validation_documents
+            for number, entry in enumerate(split.shard_entries):
+                if entry["source"] == self.source and left:
+                    yield split.map_anew(number), min(left, entry["documents"])
+                    left -= min(left, entry["documents"])
+        for output, result in self.done:
+            split = TokenSplit(output / "validation", result["splits"]["validation"])
+            for number, entry in enumerate(split.shard_entries):
+                if entry["documents"]:
+                    yield split.map_anew(number), entry["documents"]
 
     def positions(self) -> np.ndarray:
         """Join the places of the validation documents: [documents] int64."""
@@ -90,7 +96,7 @@ class _SourcePart:
     def whole_tasks(self, keys: list[list[str]]) -> Begun:
         """Sum up the tasks that are there whole, for a preparation that goes on from here."""
         whole = [result["splits"] for _, result in self.done if not result["cut"]]
-        accounts, first = self.accounts(cut_too=False), self.begun or Begun(0, "", 0, 0, 0, 0, 0, {}, {})
+        accounts, first = self.accounts(cut_too=False), self.begun
         train, number = [splits["train"] for splits in whole], len(whole) + first.tasks
         held_out = sum(splits["validation"]["documents"] for splits in whole)
         cleaned = [account["cleaned"] for account in accounts if "cleaned" in account]
@@ -119,21 +125,13 @@ def keep_arrived(preparation: Preparation) -> None:
         # The stream goes on with the next source only where one is whole.
         if source.missing:
             break
-    trained = _train_parts(preparation, survey)
-    train = [{**shard, "path": str(path)} for part in trained for path, shard in part.train_shards()]
-    validation = [
-        {**shard, "source": part.source, "path": str(output / "validation" / shard["file"])}
-        for part in _validation_parts(preparation)
-        for output, result in part.done
-        for shard in result["splits"]["validation"]["shards"]
-        if shard["documents"]
-    ]
-    dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size).name
-    manifest = {
-        **_identity(preparation, from_origin(preparation.origin)),
-        "tokenizer_folder": str(preparation.tokenize.tokenizer.output),
-        "splits": {"train": summed_entry(train, dtype), "validation": summed_entry(validation, dtype)},
-    }
+    parts = {"train": _train_parts(preparation, survey), "validation": _validation_parts(preparation)}
+    tokenizer, splits = preparation.tokenize.tokenizer, {}
+    for split, own in parts.items():
+        shards = [{**shard, "path": str(path)} for part in own for path, shard in part.shards(split)]
+        splits[split] = summed_entry(shards, token_dtype(tokenizer.info.vocab_size).name)
+    manifest = _identity(preparation, from_origin(preparation.origin))
+    manifest |= {"tokenizer_folder": str(tokenizer.output), "splits": splits}
     with replacing(preparation.work / ARRIVED_NAME) as file:
         json.dump(manifest, file)
 
@@ -158,8 +156,13 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
         raise preparation.texts.is_empty(summed_skips(each["skipped"] for each in results))
     dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size)
     with building(preparation.folder) as folder:
-        validation, counts = _join_validation(parts, folder / "validation", dtype)
-        shards = [shard for part in trained for shard in part.train_shards()]
+        # The small parts of validation are written again, into few shards.
+        writer = SplitWriter(folder / "validation", dtype)
+        for part in parts:
+            writer.begin_source(part.source)
+            for opened, documents in part.validation_shards():
+                writer.extend(opened.tokens, opened.ends[:documents], opened.num_bytes[:documents])
+        shards = [shard for part in trained for shard in part.shards("train")]
         (folder / "train").mkdir()
         for number, (path, shard) in enumerate(shards):
             shard["file"] = f"data-{number:05d}-of-{len(shards):05d}.arrow"
@@ -169,28 +172,23 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
             except OSError:  # a file system without links
                 shutil.copyfile(path, folder / "train" / shard["file"])
         train = split_entry(folder / "train", [shard for _, shard in shards], dtype.name)
-        splits = {"train": train, "validation": validation}
+        splits = {"train": train, "validation": writer.finish()}
         np.save(folder / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
         accounts = [account for part in trained for account in part.accounts()]
         reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
         outputs = [output for part in trained for output, _ in part.done]
+        suggested = partial(workable_share, outputs)
         try:
-            check_blocks(
-                splits, preparation.data, preparation.sequence_length, partial(workable_share, outputs)
-            )
+            check_blocks(splits, preparation.data, preparation.sequence_length, suggested)
         except UserError:
             # If cleaning left too little, the reports say what it took out.
             if reports and show_progress:
                 print(report_text(reports), file=sys.stderr)
             raise
         shutil.copytree(preparation.tokenize.tokenizer.output, folder / "tokenizer")
-        with replacing(folder / "dataset_dict.json") as file:
-            json.dump({"splits": list(SPLITS)}, file)
-        manifest = _manifest(preparation, splits, parts, counts, reports)
+        manifest = _manifest(preparation, splits, parts, reports)
         manifest["validation_positions"] = checksum_of_file(folder / POSITIONS_FILE)
-        # Last: where a manifest is, the data set is complete.
-        with replacing(folder / MANIFEST_NAME) as file:
-            file.write(json.dumps(manifest, indent=2) + "\n")
+        complete(folder, manifest)
     return publish(preparation.folder, contains_earlier=preparation.goes_on)
 
 
@@ -221,40 +219,8 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
     ]
 
 
-def _join_validation(parts: list[_SourcePart], target: Path, dtype: np.dtype) -> tuple[dict, np.ndarray]:
-    """Write the small parts of validation again, into few shards; count how often each id [vocab_size] occurs."""
-    writer = SplitWriter(target, dtype)
-    counts = np.sum([np.load(output / COUNTS_NAME) for part in parts for output, _ in part.done], axis=0)
-    for part in parts:
-        writer.begin_source(part.source)
-        if part.begun:
-            earlier, left = part.earlier["validation"], part.begun.validation_documents
-            for number, entry in enumerate(earlier.shard_entries):
-                if entry["source"] == part.source and left:
-                    shard, documents = earlier.map_anew(number), min(left, entry["documents"])
-                    ends = shard.ends[:documents]
-                    tokens = shard.tokens[: ends[-1] if documents else 0]
-                    writer.extend(tokens, ends, shard.num_bytes[:documents])
-                    counts += np.bincount(tokens, minlength=len(counts))
-                    left -= documents
-        for output, result in part.done:
-            for entry in result["splits"]["validation"]["shards"]:
-                if not entry["documents"]:
-                    continue
-                path = output / "validation" / entry["file"]
-                with path.open("rb") as file:
-                    shard = map_shard(file, str(path), entry, dtype)
-                writer.extend(shard.tokens, shard.ends, shard.num_bytes)
-    return writer.finish(), counts
-
-
-def _manifest(
-    preparation: Preparation, splits: dict, parts: list[_SourcePart], counts: np.ndarray, reports: dict
-) -> dict:
+def _manifest(preparation: Preparation, splits: dict, parts: list[_SourcePart], reports: dict) -> dict:
     """Make the manifest: what the data set holds and came from, with counts, checksums, tokenizer and versions."""
-    # What the tokens cost by their frequencies alone: a model must be better than that.
-    bits_per_byte = entropy_bits(counts) / splits["validation"]["bytes"]
-    splits["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
     accounts = [account for part in parts for account in part.accounts()]
     # Each text is read from its source once: by `Clean` if there is one, else by `Tokenize`.
     read = list(accounts)
@@ -276,8 +242,7 @@ def _manifest(
             if part.done and (last := part.done[-1][1]["cut"]):
                 cut = {name: sum(shard[name] for shard in held["train"]) for name in ("documents", "tokens")}
                 entries[-1]["cut"] = {**cut, "last_document_tokens": last["last_document_tokens"]}
-            begun = part.whole_tasks(preparation.keys_of(part.source))
-            entries[-1]["begun"] = begun.to_dict()
+            entries[-1]["begun"] = part.whole_tasks(preparation.keys_of(part.source)).to_dict()
     own = entries[of_training:]
     return {
         **_identity(preparation, content_fingerprint(splits)),

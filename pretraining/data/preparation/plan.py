@@ -17,22 +17,14 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus, TextSource
 from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
-from pretraining.data.preparation.cleaning import (
-    Clean,
-    CleanedCorpus,
-    CleanValidation,
-    EvaluationSets,
-    Fates,
-    Match,
-    Passages,
-)
+from pretraining.data.preparation import cleaning
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Texts, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
 from pretraining.extend import read_extensions
 from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
-from pretraining.runtime.durable_files import replacing
+from pretraining.runtime.durable_files import replacing, replacing_folder
 
 STATE_NAME = "preparation.json"
 
@@ -47,27 +39,28 @@ SURE_SHARE = 0.9
 class Begun:
     """The first tasks of a source that a data set holds whole, and what they gave."""
 
-    tasks: int
-    keys: str
+    tasks: int = 0
+    keys: str = ""
     """Digest of the keys of their texts."""
-    documents: int
+    documents: int = 0
     """Of training, as the three below."""
-    tokens: int
-    shards: int
-    largest_task: int
+    tokens: int = 0
+    shards: int = 0
+    largest_task: int = 0
     """Tokens of the largest task."""
-    validation_documents: int
-    skipped: dict
-    encoding: dict
+    validation_documents: int = 0
+    skipped: dict = field(default_factory=dict)
+    encoding: dict = field(default_factory=dict)
     cleaned: dict | None = None
 
     @classmethod
-    def of(cls, source: dict, keys: list[list[str]]) -> "Begun | None":
-        """Read it from the source's entry of a manifest; None if its tasks were cut otherwise."""
-        if "begun" not in source:
-            return None
-        begun = cls(**source["begun"])
-        return begun if begun.tasks and begun.keys == digest_of(keys[: begun.tasks]) else None
+    def of(cls, source: dict, keys: list[list[str]]) -> "Begun":
+        """Read it from the source's entry of a manifest; empty if its tasks were cut otherwise."""
+        begun = cls(**source.get("begun", {}))
+        return begun if begun.keys == digest_of(keys[: begun.tasks]) else cls()
+
+    def __bool__(self) -> bool:
+        return self.tasks > 0
 
     def to_dict(self) -> dict:
         return {key: value for key, value in asdict(self).items() if value is not None}
@@ -109,8 +102,8 @@ class Preparation:
     """What each source is, those of validation last, for the manifest."""
     targets: list[Portion | None]
     """How much to prepare of each source; None: all of it."""
-    begun: list[Begun | None]
-    """What `folder` holds of each source already, to go on from; None: nothing."""
+    begun: list[Begun]
+    """What `folder` holds of each source already, to go on from."""
     extensions: tuple[str, ...] = ()
     """Absolute paths or names of the user's modules that define filters."""
     bounds: dict[int, Portion] = field(default_factory=dict)
@@ -131,13 +124,14 @@ class Preparation:
         earlier: the manifest in `folder` of the same data, of which there is less; the preparation goes on from there.
         """
         data, of_training = recipe.data, len(recipe.data.sources)
-        corpus, none = Corpus.of(data, sources[:of_training]), [None] * of_training
+        corpus, begun = Corpus.of(data, sources[:of_training]), [Begun()] * of_training
         own = Corpus.of(data, sources[of_training:], data.validation.sources) if data.validation else None
         # other modules may import torch, for which no worker should wait
         filtering = [each for each in recipe.extensions if each.defines.get("filter")]
         named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
-        vocab_size, length, targets = recipe.model.vocab_size, recipe.sequence_length, targets or none
-        planned = cls(folder, data, vocab_size, length, corpus, own, fingerprints, targets, none, named)
+        vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
+        targets = targets or [None] * of_training
+        planned = cls(folder, data, vocab_size, length, corpus, own, fingerprints, targets, begun, named)
         if earlier is None:
             return planned
         begun = [Begun.of(each, planned.keys_of(source)) for source, each in enumerate(earlier["sources"])]
@@ -163,10 +157,10 @@ class Preparation:
     @cached_property
     def stages(self) -> list[Stage]:
         """List the stages in order; each may use the outputs of those before."""
-        own, cleaning = self.tokenize_validation, self.cleaned.stages if self.cleaned else []
-        if own and isinstance(own.texts, CleanedCorpus):
-            cleaning = [*cleaning, *own.texts.stages]
-        return [*cleaning, self.tokenize.tokenizer, self.tokenize, *([own] if own else [])]
+        own, before = self.tokenize_validation, self.cleaned.stages if self.cleaned else []
+        if own and isinstance(own.texts, cleaning.CleanedCorpus):
+            before = [*before, *own.texts.stages]
+        return [*before, self.tokenize.tokenizer, self.tokenize, *([own] if own else [])]
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -187,7 +181,7 @@ class Preparation:
         return self.cleaned or self.corpus
 
     @cached_property
-    def cleaned(self) -> CleanedCorpus | None:
+    def cleaned(self) -> cleaning.CleanedCorpus | None:
         """Plan what cleaning leaves of the corpus; None if the recipe asks for no cleaning."""
         data, dedup = self.data, self.data.dedup
         if dedup and not dedup.compares:
@@ -196,20 +190,18 @@ class Preparation:
             return None
         # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
-        sets = EvaluationSets.from_recipe(self.work, data, self.validation)
+        sets = cleaning.EvaluationSets.from_recipe(self.work, data, self.validation)
         names = tuple(spec.called for spec in data.sources)
-        clean = Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
+        clean = cleaning.Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
         # text behind it.
         if not dedup and (any(self.targets) or data.shuffle_blocks):
-            return CleanedCorpus(self.corpus, cleaned_by, clean, as_read=True)
-        fates = passages = None
+            return cleaning.CleanedCorpus(cleaned_by, clean, as_read=True)
+        fates, passages, share = None, None, data.validation_share
         if dedup:
-            match = Match(self.work, clean)
-            fates = Fates(self.work, match, dedup.remove, data.validation_share, list(names))
-            passages = dedup.passages and Passages(self.work, fates, dedup.passages)
-        share = data.validation_share
-        return CleanedCorpus(self.corpus, cleaned_by, clean, fates, share, passages=passages)
+            fates = cleaning.Fates(self.work, cleaning.Match(self.work, clean), dedup.remove, share)
+            passages = dedup.passages and cleaning.Passages(self.work, fates, dedup.passages)
+        return cleaning.CleanedCorpus(cleaned_by, clean, fates, share, passages=passages)
 
     @cached_property
     def tokenize(self) -> Tokenize:
@@ -235,9 +227,9 @@ class Preparation:
             rules = {key: rule for key, rule in self.consulted.items() if key.startswith("data.filters")}
             names = tuple(spec.called for spec in specs)
             made_of = (self.validation, self.data.filters, rules, None, None, names)
-            clean = CleanValidation(self.work, *made_of)
+            clean = cleaning.CleanValidation(self.work, *made_of)
             # No more is cleaned than is wanted.
-            texts = CleanedCorpus(self.validation, ["filters"], clean, None, ALL, as_read=bool(bounds))
+            texts = cleaning.CleanedCorpus(["filters"], clean, None, ALL, as_read=bool(bounds))
         return TokenizeValidation(self.work, texts, self.tokenize.tokenizer, self.data.encoder, ALL, bounds)
 
     def survey(self) -> Survey:
@@ -247,12 +239,12 @@ class Preparation:
             # Nobody knows how much a file of the hub holds.
             large = self.corpus.sources[source].large_pieces
             most = None if large else PIECE_BYTES * TASK_PIECES // FEWEST_TOKEN_BYTES
-            numbers = self.tasks_of(source)[begun.tasks if begun else 0 :]
+            numbers = self.tasks_of(source)[begun.tasks :]
             surveys.append(self._survey_source(numbers, target, begun, most))
         return surveys
 
     def _survey_source(
-        self, numbers: list[int], target: Portion | None, begun: Begun | None, most_tokens: int | None
+        self, numbers: list[int], target: Portion | None, begun: Begun, most_tokens: int | None
     ) -> SourceSurvey:
         """Look how far these tasks of a source have come; most_tokens: of a task, while none is finished."""
         whole = replace(self.tokenize, bounds={})
@@ -263,9 +255,7 @@ class Preparation:
         if target is None:
             return SourceSurvey([*filter(finished, numbers)], {}, [*filterfalse(finished, numbers)])
         used: list[int] = []
-        largest, left = 0, target
-        if begun:
-            largest, left = begun.largest_task, target.less(begun.documents, begun.tokens)
+        largest, left = begun.largest_task, target.less(begun.documents, begun.tokens)
         for place, number in enumerate(numbers):
             bounded = replace(whole, bounds={number: left})
             if bounded.folder(number).is_dir():
@@ -291,26 +281,22 @@ class Preparation:
 
     def bounded(self, survey: Survey) -> "Preparation":
         """Return the same preparation, whose tasks end where a survey says that the targets end."""
-        return replace(
-            self, bounds={number: each.bounds[number] for each in survey for number in each.bounds}
-        )
+        bounds = {number: bound for source in survey for number, bound in source.bounds.items()}
+        return replace(self, bounds=bounds)
 
     def reuse_tokenizer(self) -> None:
         """Take the tokenizer of the data set that the preparation goes on from: it need not be made again."""
         stage, there = self.tokenize.tokenizer, self.folder / "tokenizer"
         if self.goes_on and there.is_dir() and stage.pending():
-            stage.folder(0).parent.mkdir(parents=True, exist_ok=True)
-            part = stage.folder(0).with_name(".tokenizer")
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(there, part)
-            part.rename(stage.folder(0))
+            with replacing_folder(stage.folder(0)) as part:
+                shutil.copytree(there, part)
 
     def save(self) -> None:
         """Write the preparation to the work folder, for tasks in other processes."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values |= {"folder": str(self.folder), "data": self.data.to_dict(), "corpus": self.corpus.to_json()}
         values |= {"validation": self.validation and self.validation.to_json()}
-        values |= {"begun": [begun and asdict(begun) for begun in self.begun]}
+        values |= {"begun": list(map(asdict, self.begun))}
         with replacing(self.work / STATE_NAME) as file:
             json.dump({**values, "bounds": list(self.bounds.items())}, file)
 
@@ -325,6 +311,6 @@ class Preparation:
         opened["corpus"] = Corpus.from_json(values["corpus"])
         opened["validation"] = values["validation"] and Corpus.from_json(values["validation"])
         opened["targets"] = [target and Portion(*target) for target in values["targets"]]
-        opened["begun"] = [begun and Begun(**begun) for begun in values["begun"]]
+        opened["begun"] = [Begun(**begun) for begun in values["begun"]]
         opened["bounds"] = {number: Portion(*bound) for number, bound in values["bounds"]}
         return cls(**{**values, **opened})

@@ -23,9 +23,10 @@ from pretraining.data.manifest import (
 )
 from pretraining.data.portions import lacking, may_hold_more, portions_of, targets_beside
 from pretraining.data.preparation.execution import Execution, run_stages
+from pretraining.data.preparation.stage import run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
-from pretraining.data.tokenizer import check_vocabulary, describe_tokenizer, refuse_missing_folder
+from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
 from pretraining.errors import UserError, file_error, require
 from pretraining.recipe.data import Source
 from pretraining.recipe.recipe import Recipe
@@ -33,8 +34,6 @@ from pretraining.schema import listed
 
 if TYPE_CHECKING:
     from pretraining.data.preparation.plan import Preparation
-
-HUB_PAGES = {"dataset": "https://huggingface.co/datasets/", "model": "https://huggingface.co/"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Outcome:
         num_tokens = max(1, sum(count["tokens"] for count in counts.values()))
         sources = []
         for spec, entry in zip(self.specs, self.manifest["sources"], strict=True):
-            held = {key: entry[key] for key in ("documents", "tokens")}
+            held = {"documents": entry["documents"], "tokens": entry["tokens"]}
             share = entry["tokens"] / num_tokens
             sources.append({"name": spec.called, **held, "share": share, "weight": spec.weight})
         return {
@@ -101,10 +100,9 @@ class Outcome:
                 counts = f"{source['documents']:>14,}{source['tokens']:>19,}{source['share']:>9.2%}"
                 weight = "by size" if source["weight"] is None else f"{source['weight']:g}"
                 lines.append(f"  {source['name'][:23]:<24}{counts}  {weight}")
-        lines += [
-            f"  validates on {own['name'][:23]:<24}{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
-            for own in summary["validation_sources"]
-        ]
+        for own in summary["validation_sources"]:
+            counts = f"{own['documents']:>13,} documents {own['tokens']:>15,} tokens"
+            lines.append(f"  validates on {own['name'][:23]:<24}{counts}")
         if report := report_text(self.manifest):
             lines.append(report)
         if self.kept_aside is not None:
@@ -193,11 +191,12 @@ def _refuse_unreadable(recipe: Recipe) -> None:
                 continue
             hub.auth_check(name, repo_type=kind)
         except hub.errors.GatedRepoError as error:
-            login = ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
-            raise UserError(
-                f"{key}: {name} is gated, and its terms are not accepted: accept them at {HUB_PAGES[kind]}{name}"
-                f"{'' if hub.get_token() else login}, or name another that is open; nothing was read"
-            ) from error
+            page = f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{name}"
+            login = (
+                "" if hub.get_token() else ", then export HF_TOKEN=TOKEN of that account (or hf auth login)"
+            )
+            what = f"{name} is gated, and its terms are not accepted: accept them at {page}{login}"
+            raise UserError(f"{key}: {what}, or name another that is open; nothing was read") from error
         except hub.errors.RepositoryNotFoundError as error:
             what = f"the hub has no {kind} {name} that this account may see; name one that is there"
             raise UserError(f"{key}: {what}, or a folder; nothing was read") from error
@@ -210,11 +209,11 @@ def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool)
     manifest = read_manifest(folder)
     differing = prepared_differences(manifest, data, fingerprints) if manifest else []
     if differing and not replace:
-        raise UserError(
-            f"{folder}: holds another data set, and runs made from it need it: {listed(differing)}; give the new one a "
-            "data.name of its own, or add --replace, which keeps the old one beside it"
-            f"{fitting_beside(folder, data, fingerprints)}"
+        what = f"holds another data set, and runs made from it need it: {listed(differing)}"
+        remedy = (
+            "give the new one a data.name of its own, or add --replace, which keeps the old one beside it"
         )
+        raise UserError(f"{folder}: {what}; {remedy}{fitting_beside(folder, data, fingerprints)}")
     return None if differing else manifest
 
 
@@ -265,19 +264,16 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
     from pretraining.data.encoder import Encoder
     from pretraining.data.preparation.tokenizing import MakeTokenizer
 
-    data, vocab_size = recipe.data, recipe.model.vocab_size
+    data = recipe.data
     sources = open_sources(data)[: len(data.sources)]  # of training
     with ProgressBar("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
-        tokenizer, corpus = Path(folder, "tokenizer"), Corpus.of(data, sources)
-        made_for = (data.tokenizer, vocab_size, data.validation_share, data.borders)
-        stage = MakeTokenizer(Path(folder), corpus, *made_for)
-        # Run directly, without `run_task`: the folder is temporary, so nothing is published or synced.
-        stage.run(0, tokenizer, progress)
+        made_for = (data.tokenizer, recipe.model.vocab_size, data.validation_share, data.borders)
+        stage = MakeTokenizer(Path(folder), Corpus.of(data, sources), *made_for)
+        run_task(stage, 0, progress)
         # Empty and undecodable texts say nothing about the encoder.
         sample = [each.text for each in islice(sources[0].documents(), 20) if each.text]
-        info = describe_tokenizer(tokenizer, str(data.tokenizer))
-        encoder = Encoder(tokenizer, info, data.encoder, sample, data.borders)
+        encoder = Encoder(stage.output, stage.info, data.encoder, sample, data.borders)
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
         progress.label("counting")
@@ -316,10 +312,9 @@ def counts_text(counts: dict) -> str:
     lines = [f"data {counts['name']}" + (f", the first {limit:,} documents of each source" if limit else "")]
     lines.append(f"  {'source':<32}{'documents':>13}{'text bytes':>17}{'tokens':>16}{'bytes/token':>13}")
     for row in [*counts["sources"], {"source": "total", **counts["total"]}]:
-        lines.append(
-            f"  {row['source'][-31:]:<32}{row['documents']:>13,}{row['text_bytes']:>17,}{row['tokens']:>16,}"
-            f"{row['bytes_per_token']:>13.2f}"
-        )
+        texts = f"{row['documents']:>13,}{row['text_bytes']:>17,}"
+        tokens = f"{row['tokens']:>16,}{row['bytes_per_token']:>13.2f}"
+        lines.append(f"  {row['source'][-31:]:<32}{texts}{tokens}")
     left_out = ", ".join(f"{count:,} {reason}" for reason, count in counts["skipped"].items())
     lines.append(f"  documents left out: {left_out}")
     if counts["before_cleaning"]:

@@ -46,8 +46,7 @@ def read_slurm_options(words: list[str]) -> dict:
     for word in words:
         key, separator, value = word.partition("=")
         if not separator or key not in SLURM_KEYS:
-            known = ", ".join(SLURM_KEYS)
-            what = f"expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {known}"
+            what = f"expected KEY=VALUE{nearest(key, SLURM_KEYS)}; there are: {', '.join(SLURM_KEYS)}"
             raise UserError(f"--slurm {word}: {what}")
         options[key] = value
         if isinstance(SLURM_KEYS[key], int):
@@ -95,18 +94,14 @@ def _submit(
     for first in range(0, num_jobs, largest):
         words = [sys.executable, "-m", "pretraining.data.preparation.slurm", preparation.work, name, first]
         at_once = f"%{execution.workers}" if execution.workers else ""
-        directives = {
-            "cpus-per-task": options["cpus_per_task"],
+        as_they_are = ("cpus_per_task", "partition", "time", "qos", "mail_user")
+        directives = {key.replace("_", "-"): options[key] for key in as_they_are} | {
             "mem-per-cpu": f"{options['mem_per_cpu_gb']}G",
             "nodes": 1,
-            "partition": options["partition"],
             "job-name": job_name,
-            "time": options["time"],
             "output": log,
             "error": log,
             "array": f"0-{min(largest, num_jobs - first) - 1}{at_once}",
-            "qos": options["qos"],
-            "mail-user": options["mail_user"],
             "mail-type": "ALL" if options["mail_user"] else None,
         }
         lines = [

@@ -49,10 +49,9 @@ class Stage(ABC):
     def refuse(self, pending: list[int]) -> None:
         """Raise UserError for tasks that have not finished, if there are any."""
         if pending:
-            what = (
-                f"{len(pending)} tasks of the stage {self.name!r} have not finished (the first: {pending[0]})"
-            )
-            raise UserError(f"{self.work}: {what}; run the same command again: only they are repeated")
+            what = f"{len(pending)} tasks of the stage {self.name!r} have not finished"
+            remedy = "run the same command again: only they are repeated"
+            raise UserError(f"{self.work}: {what} (the first: {pending[0]}); {remedy}")
 
 
 def run_task(stage: Stage, number: int, progress: ProgressBar | None = None) -> None:

@@ -39,8 +39,7 @@ weights of a run do not count here, so that other weights need no other tokens."
 SPLITS = ("train", "validation")
 ALL = 1.0
 """The validation_share of texts that are for validation only: every draw is below it."""
-RESULT_NAME, COUNTS_NAME, POSITIONS_NAME = "result.json", "validation_counts.npy", "positions.npy"
-SIZES_NAME = "sizes.npz"
+RESULT_NAME, POSITIONS_NAME, SIZES_NAME = "result.json", "positions.npy", "sizes.npz"
 RECORDED_DOCUMENTS = 1 << 16
 """Documents whose draws are kept for an exact suggestion: a corpus with more is rarely too small."""
 
@@ -59,7 +58,6 @@ class MakeTokenizer(Stage):
     """The model's vocabulary size; None if there is no model to fit."""
     validation_share: float
     borders: str = "eos"
-    """`data.borders` of the recipe."""
 
     @cached_property
     def keys(self) -> list[str]:
@@ -130,7 +128,6 @@ class Tokenize(Stage):
     texts: Texts
     tokenizer: MakeTokenizer
     encoder: str
-    """`data.encoder` of the recipe."""
     validation_share: float
     bounds: dict[int, Portion] = field(default_factory=dict)
     """What to take of a task, at which a portion of its source ends; all of every other one."""
@@ -150,27 +147,24 @@ class Tokenize(Stage):
         return self.work / self.name / f"{number:05d}-{self._key(number)[:12]}"
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
-        """Encode the pieces of a task: write a folder for each split, `result.json`, and counts for the manifest."""
+        """Encode the pieces of a task: write a folder for each split, and `result.json` with what they hold."""
         task, account, bound = self.texts.tasks[number], {}, self.bounds.get(number)
         batches = self.texts.batches(task, account)
         # The encoder is checked on these texts before it encodes; `chain` puts them back.
         first = list(islice(batches, 1))
         sample = [text for batch in first for text in batch.texts]
-        info = self.tokenizer.info
-        borders = self.tokenizer.borders
-        encoder = Encoder(self.tokenizer.output, info, self.encoder, sample, borders)
+        made = self.tokenizer
+        encoder = Encoder(made.output, made.info, self.encoder, sample, made.borders)
         # Silent in workers, else each task would print it.
         if encoder.note and progress.shown:
             print(encoder.note, file=sys.stderr)
-        output = _Output(folder, encoder.dtype, info.vocab_size, self.validation_share)
-        read = chain(first, batches)
-        encoded = (
-            (batch, *encoder.encode(batch.texts, batch.wheres))
-            for batch in (prefetch(read) if bound is None else read)
-        )
+        output = _Output(folder, encoder.dtype, self.validation_share)
         # The encoder runs ahead of the writer, and reading ahead of the encoder. Before a bound neither does, so that
         # the counts are those of what was read up to it.
-        for batch, tokens, ends in prefetch(encoded) if bound is None else encoded:
+        ahead = prefetch if bound is None else iter
+        read = ahead(chain(first, batches))
+        encoded = ((batch, *encoder.encode(batch.texts, batch.wheres)) for batch in read)
+        for batch, tokens, ends in ahead(encoded):
             progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
             if output.append(batch, tokens, ends, bound):
                 break
@@ -185,12 +179,11 @@ class Tokenize(Stage):
 
 
 class _Output:
-    """Write what a task has encoded: documents of each split, and of validation its ids and its places."""
+    """Write what a task has encoded: documents of each split, and of validation its places."""
 
-    def __init__(self, folder: Path, dtype: np.dtype, vocab_size: int, validation_share: float):
+    def __init__(self, folder: Path, dtype: np.dtype, validation_share: float):
         self._folder, self._validation_share = folder, validation_share
         self._writers = {split: SplitWriter(folder / split, dtype) for split in SPLITS}
-        self._counts = np.zeros(vocab_size, np.int64)
         # Draws and sizes of the first documents, to suggest a share that works.
         self._draws, self._lengths, self._num_documents = array("d"), array("q"), 0
         self._documents = self._tokens = 0
@@ -219,11 +212,8 @@ class _Output:
         changes = np.flatnonzero(validation[1:] != validation[:-1]) + 1
         for first, last in pairwise([0, *changes.tolist(), stop]):
             start = int(ends[first - 1]) if first else 0
-            run = tokens[start : ends[last - 1]]
             writer = self._writers["validation" if validation[first] else "train"]
-            writer.extend(run, ends[first:last] - start, num_bytes[first:last])
-            if validation[first]:
-                self._counts += np.bincount(run, minlength=len(self._counts))
+            writer.extend(tokens[start:], ends[first:last] - start, num_bytes[first:last])
         # Documents beyond the recorded ones count too: with them the suggestion cannot be exact.
         self._num_documents += stop
         recorded = min(stop, RECORDED_DOCUMENTS - len(self._draws))
@@ -238,7 +228,6 @@ class _Output:
     def finish(self, result: dict) -> None:
         """Write the last shards, and `result.json` with what they hold."""
         splits = {split: writer.finish() for split, writer in self._writers.items()}
-        np.save(self._folder / COUNTS_NAME, self._counts)
         np.save(self._folder / POSITIONS_NAME, np.concatenate([np.empty(0, np.int64), *self._positions]))
         recorded = {"draws": self._draws, "tokens": self._lengths, "num_documents": self._num_documents}
         np.savez(self._folder / SIZES_NAME, **recorded)

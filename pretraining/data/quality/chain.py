@@ -5,15 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
-from pretraining.data.quality.content import Blocklist, Custom, Language, PersonalData, Quality
-from pretraining.data.quality.heuristics import (
-    C4,
-    Alphabetic,
-    FineWeb,
-    GopherQuality,
-    GopherRepetition,
-    Length,
-)
+from pretraining.data.quality import content, heuristics
 from pretraining.data.quality.rule import Changed, Rejection, Rule
 from pretraining.errors import UserError
 from pretraining.schema import check, problem
@@ -21,10 +13,10 @@ from pretraining.schema import check, problem
 if TYPE_CHECKING:
     from pretraining.data.quality.text import TextView
 
-_PUBLISHED = (Length, Alphabetic, Language, GopherQuality, GopherRepetition, C4, FineWeb)
-RULES: dict[str, type[Rule]] = {
-    rule.name: rule for rule in (*_PUBLISHED, Quality, Blocklist, PersonalData, Custom)
-}
+_FORMS = (heuristics.GopherQuality, heuristics.GopherRepetition, heuristics.C4, heuristics.FineWeb)
+_CONTENTS = (content.Quality, content.Blocklist, content.PersonalData, content.Custom)
+_FIRST = (heuristics.Length, heuristics.Alphabetic, content.Language)
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (*_FIRST, *_FORMS, *_CONTENTS)}
 """Every rule that a recipe may name."""
 
 
@@ -87,8 +79,12 @@ class FilterChain:
             if verdict is not None:
                 # If nothing is left, the example shows the text as it was read.
                 excerpt = (view.text or text)[verdict.position : verdict.position + EXAMPLE_CHARACTERS]
-                found = {"measured": verdict.measured, "wanted": verdict.wanted}
-                example = {"where": where, "text": excerpt, **found}
+                example = {
+                    "where": where,
+                    "text": excerpt,
+                    "measured": verdict.measured,
+                    "wanted": verdict.wanted,
+                }
                 counts = {"documents": 1, "num_bytes": _num_bytes(text), "examples": [example]}
                 report.add(number, "rejected", verdict.cause, **counts)
                 return None
@@ -162,10 +158,9 @@ class FilterReport:
     def to_dict(self) -> dict:
         """Return nested JSON values; causes in alphabetical order."""
         values = asdict(self)
+        # Causes are met in another order by other workers; the manifest must not show it.
         for rule in values["rules"]:
-            # Causes are met in another order by other workers; the manifest must not show it.
-            rule["rejected"] = dict(sorted(rule["rejected"].items()))
-            rule["changed"] = dict(sorted(rule["changed"].items()))
+            rule |= {outcome: dict(sorted(rule[outcome].items())) for outcome in ("rejected", "changed")}
         return values
 
     def as_text(self) -> str:
@@ -174,9 +169,8 @@ class FilterReport:
         for rule in self.rules:
             # By name if counts are equal, so that the table is always the same.
             causes = sorted(rule["rejected"].items(), key=lambda item: (-item[1]["documents"], item[0]))
-            rows += [
-                (f"{rule['name']}: {cause}", each["documents"], each["num_bytes"]) for cause, each in causes
-            ]
+            for cause, each in causes:
+                rows.append((f"{rule['name']}: {cause}", each["documents"], each["num_bytes"]))
         rows.append(("kept", self.kept_documents, self.kept_bytes))
         width = max(len(title) for title, *_ in rows)
         lines = [f"{'':{width}}  {'documents':>13}  {'share':>7}  {'text':>10}  {'share':>7}"]
@@ -186,10 +180,9 @@ class FilterReport:
             size = f"{num_bytes / 1e6:,.2f} MB"
             lines.append(f"{title:{width}}  {documents:13,}  {shares[0]:7.2%}  {size:>10}  {shares[1]:7.2%}")
         for rule in self.rules:
-            lines += [
-                f"{rule['name']} changed: {kind}, {change['times']:,} times in {change['documents']:,} documents"
-                for kind, change in sorted(rule["changed"].items())
-            ]
+            for kind, change in sorted(rule["changed"].items()):
+                counts = f"{change['times']:,} times in {change['documents']:,} documents"
+                lines.append(f"{rule['name']} changed: {kind}, {counts}")
         return "\n".join(lines)
 
 

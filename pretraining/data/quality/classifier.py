@@ -110,14 +110,13 @@ def train_classifier(good: Iterable[str], other: Iterable[str]) -> tuple[Classif
     classifier = Classifier(np.zeros(NUM_WEIGHTS, np.float32))
     classifier.train(grams[seen], is_good[seen])
     scores, truth = classifier._scores(grams[unseen]), is_good[unseen]
+    of_good, of_others = scores[truth], np.sort(scores[~truth])
     # The chance that a good text has the higher score (Mann and Whitney); equal scores count half.
-    above = [np.searchsorted(np.sort(scores[~truth]), scores[truth], side=side) for side in ("left", "right")]
-    quantiles = {
-        name: np.quantile(scores[side], (0.1, 0.5, 0.9)).round(4).tolist()
-        for name, side in (("good", truth), ("other", ~truth))
-    }
-    report = {"accuracy": float(((scores >= 0.5) == truth).mean()), "quantiles": quantiles}
-    report["auc"] = float(np.mean(above) / np.count_nonzero(~truth))
+    above = [np.searchsorted(of_others, of_good, side=side) for side in ("left", "right")]
+    quantiles = [np.quantile(each, (0.1, 0.5, 0.9)).round(4).tolist() for each in (of_good, of_others)]
+    report: dict = {"accuracy": float(((scores >= 0.5) == truth).mean())}
+    report["quantiles"] = dict(zip(sides, quantiles, strict=True))
+    report["auc"] = float(np.mean(above) / len(of_others))
     return classifier, {**dict(zip(sides, sizes, strict=True)), **report}
 
 

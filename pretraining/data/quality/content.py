@@ -35,7 +35,6 @@ _CODES = (
 LANGUAGES = _CODES.split()
 """Codes of the languages that lid.176 knows (ISO 639, and some of Wikipedia's own)."""
 
-_LABEL_PREFIX = "__label__"
 _PURPOSE = "the filter rule language"
 
 
@@ -86,7 +85,7 @@ class Language(Rule):
     def identity(self) -> dict:
         """Return the parameters, with the checksum of the model in place of its path."""
         # A model that was moved gives the same verdicts; one that was replaced does not.
-        return {**super().identity(), "model": hashlib.sha256(self._path.read_bytes()).hexdigest()}
+        return {**super().identity(), "model": _sha256(self._path)}
 
     @property
     def _path(self) -> Path:
@@ -100,6 +99,10 @@ class Language(Rule):
     @cached_property
     def _model(self) -> Any:
         return fasttext_model(self._path, self.name)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def fasttext_model(path: Path, rule: str) -> Any:
@@ -116,7 +119,7 @@ def fasttext_scores(model: Any, text: str, num_labels: int) -> dict[str, float]:
     line = text.replace("\n", " ") + "\n"
     # The binding under `predict`: that method itself breaks on numpy 2 in the package named fasttext.
     predicted = model.f.predict(line, num_labels, 0.0, "strict")
-    return {label.removeprefix(_LABEL_PREFIX): score for score, label in predicted}
+    return {label.removeprefix("__label__"): score for score, label in predicted}
 
 
 class Quality(Rule):
@@ -161,8 +164,7 @@ class Quality(Rule):
         return below("low_score", score, self.min_score)
 
     def identity(self) -> dict:
-        """Return the parameters, with the checksum of the model in place of its path."""
-        return {**super().identity(), "model": hashlib.sha256(Path(self.model).read_bytes()).hexdigest()}
+        return {**super().identity(), "model": _sha256(Path(self.model))}
 
 
 _WORD = re.compile(r"\w+")
@@ -424,5 +426,4 @@ class Custom(Rule):
         # a method of a builtin type, as keyword.iskeyword is, has no module
         module = sys.modules.get(getattr(self._function, "__module__", None) or "")
         file = getattr(module, "__file__", None)
-        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
-        return {**super().identity(), "source": digest}
+        return {**super().identity(), "source": _sha256(Path(file)) if file else None}

@@ -280,13 +280,12 @@ class FineWeb(Rule):
             return Rejection("empty", 0, "at least 1")
         terminal = sum(line[-1] in view.terminal for line in lines) / len(lines)
         short = sum(len(line) <= self.short_line_characters for line in lines) / len(lines)
-        broken = below("lines_with_terminal", terminal, self.min_lines_with_terminal)
-        broken = broken or above("short_lines", short, self.max_short_lines)
-        if broken:
-            return broken
         newlines = view.text.count("\n")
         # Both divisors are positive: a line that is not blank holds a character and a word.
         duplicate = view.repeated(lines)[1] / (len(view.text) - newlines)
-        return above("duplicate_line_characters", duplicate, self.max_duplicate_line_characters) or above(
-            "newlines_per_word", newlines / len(view.words), self.max_newlines_per_word
+        return (
+            below("lines_with_terminal", terminal, self.min_lines_with_terminal)
+            or above("short_lines", short, self.max_short_lines)
+            or above("duplicate_line_characters", duplicate, self.max_duplicate_line_characters)
+            or above("newlines_per_word", newlines / len(view.words), self.max_newlines_per_word)
         )

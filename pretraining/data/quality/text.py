@@ -71,10 +71,6 @@ SPACE, SYMBOL, ALPHABETIC, DIGIT, NOT_PUNCTUATION, JOINS_LETTERS, JOINS_DIGITS, 
 )
 """Flags of a character, a byte together."""
 
-_JOINING_LETTERS = "'\u2019_.@"
-_JOINING_DIGITS = ",:"
-_RUNNING = ".-~^"
-
 _CLASSIFIED = 0x40000
 """Planes 0 to 3. A code point above (tags, private use) counts as a letter of a word, not as alphabetic."""
 
@@ -131,19 +127,16 @@ class Words:
         return [self.text[start:end] for start, end in zip(self.starts, self.ends, strict=True)]
 
     @cached_property
-    def _kinds_of_characters(self) -> np.ndarray:
-        """Collect, for each word, the flags that any of its characters has."""
-        if not len(self):
-            return np.zeros(0, np.uint8)
-        return np.bitwise_or.reduceat(self._flags & (ALPHABETIC | NOT_PUNCTUATION), self.starts)
-
-    @cached_property
     def is_alphabetic(self) -> np.ndarray:
-        return (self._kinds_of_characters & ALPHABETIC) != 0
+        return self._have(ALPHABETIC)
 
     @cached_property
     def is_more_than_punctuation(self) -> np.ndarray:
-        return (self._kinds_of_characters & NOT_PUNCTUATION) != 0
+        return self._have(NOT_PUNCTUATION)
+
+    def _have(self, flag: int) -> np.ndarray:
+        """Say of each word whether any of its characters has a flag: bool [words]."""
+        return np.bitwise_or.reduceat(self._flags & flag, self.starts) != 0
 
     @cached_property
     def hashes(self) -> np.ndarray:
@@ -175,9 +168,9 @@ def _flags_by_code_point() -> np.ndarray:
         kind = SYMBOL if category[0] in "PS" or category == "Cc" else 0
         kind |= ALPHABETIC if category[0] == "L" else 0
         kind |= DIGIT if category == "Nd" else 0
-        kind |= JOINS_LETTERS if character in _JOINING_LETTERS else 0
-        kind |= JOINS_DIGITS if character in _JOINING_DIGITS else 0
-        kind |= RUNS if character in _RUNNING else 0
+        kind |= JOINS_LETTERS if character in "'\u2019_.@" else 0
+        kind |= JOINS_DIGITS if character in ",:" else 0
+        kind |= RUNS if character in ".-~^" else 0
         flags[point] = kind | (0 if character in PUNCTUATION else NOT_PUNCTUATION)
     return flags
 

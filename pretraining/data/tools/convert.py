@@ -1,6 +1,5 @@
 """`convert`: read and write the token files of Megatron-LM and datatrove, and read raw .bin and MDS."""
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,15 +11,14 @@ import numpy as np
 from pretraining.data.block_guard import tokens_of_file
 from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
-from pretraining.data.manifest import COUNTED, FORMAT, MANIFEST_NAME, entropy_bits, num_shard_bytes
+from pretraining.data.manifest import COUNTED, FORMAT, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import building, preparation_lock, publish
 from pretraining.data.shards import SplitWriter, token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools import formats
-from pretraining.data.tools.finished import SplitDocuments, count_tokens, open_finished
+from pretraining.data.tools.finished import complete, open_finished
 from pretraining.errors import UserError, file_error
-from pretraining.runtime.durable_files import replacing
 
 FORMATS = ("megatron", "datatrove")
 READ_ONLY = ("bin", "mds")
@@ -46,12 +44,12 @@ def export_data(folder: Path, form: str, out: Path, show_progress: bool = False)
     with _new_folder(out) as building:
         with ProgressBar("converting", show_progress, num_shard_bytes(data.manifest)) as progress:
             for split in splits:
-                place, on_shard = building / split.name, progress.add_shard
                 if form == "megatron":
-                    formats.write_megatron(split, place, on_shard)
+                    formats.write_megatron(split, building / split.name, progress)
                 else:
                     # datatrove's metadata separates its fields by "|".
-                    formats.write_datatrove(split, place, tokenizer.replace("|", "/"), on_shard)
+                    named = tokenizer.replace("|", "/")
+                    formats.write_datatrove(split, building / split.name, named, progress)
         shutil.copytree(data.tokenizer_folder, building / "tokenizer")
     counts = {split.name: {"documents": split.num_documents, "tokens": split.num_tokens} for split in splits}
     return {"format": form, "folder": str(out), **counts}
@@ -128,7 +126,8 @@ def import_data(
             raise UserError(str(error).replace("data.tokenizer", "--tokenizer")) from error
         writer = ForeignWriter(building, info, validation_share)
         parts = files.parts(info)
-        with ProgressBar("converting", show_progress, sum(opened.size for _, _, opened in parts)) as progress:
+        size = sum(opened.size for _, _, opened in parts)
+        with ProgressBar("converting", show_progress, size) as progress:
             for path, split, opened in parts:
                 for batch in _batches_of(opened.documents()):
                     writer.write(batch, path, split)
@@ -142,15 +141,8 @@ def import_data(
             if not entry["documents"]:
                 what = f"{together['documents']:,} documents at --validation_share {validation_share:g}"
                 raise UserError(f"{origin}: {name} would be empty: {what}; choose another share")
-        validation = SplitDocuments(building, "validation", entries["validation"], [folder.name])
-        bits = entropy_bits(count_tokens(validation, info.vocab_size))
-        bits_per_byte = bits / max(1, entries["validation"]["bytes"])
-        entries["validation"]["unigram_bits_per_byte"] = round(bits_per_byte, 6)
-        with replacing(building / "dataset_dict.json") as file:
-            json.dump({"splits": list(SPLITS)}, file)
         section: dict = {"sources": [{"path": str(origin)}], "tokenizer": tokenizer}
         section |= {"validation_share": validation_share, "skip_undecodable": False}
-        # The manifest is the last file, because it says that the data set is complete.
         fingerprint = content_fingerprint(entries)
         manifest = {
             "format": FORMAT,
@@ -166,8 +158,7 @@ def import_data(
             # Unknown, because another tool made the tokens.
             "versions": {},
         }
-        with replacing(building / MANIFEST_NAME) as file:
-            file.write(json.dumps(manifest, indent=2) + "\n")
+        complete(building, manifest)
     counts = {name: {key: entry[key] for key in COUNTED} for name, entry in entries.items()}
     changed = {"eos_added": writer.eos_added, "empty": writer.empty}
     return {"format": form, "folder": str(folder), **counts, **together, **changed}
@@ -282,17 +273,13 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     Raises UserError if `folder` exists or the disk refuses.
     """
     try:
-        _refuse_existing(folder)
         with preparation_lock(folder):
-            # Again under the lock: another process may have made it since.
-            _refuse_existing(folder)
+            # Under the lock: another process may have made it while this one waited.
+            if folder.exists():
+                what = "exists already; choose a new folder, or remove this one first"
+                raise UserError(f"{folder}: {what}")
             with building(folder) as place:
                 yield place
             publish(folder)
     except (OSError, MemoryError) as error:
         raise file_error(error, folder) or error from error
-
-
-def _refuse_existing(folder: Path) -> None:
-    if folder.exists():
-        raise UserError(f"{folder}: exists already; choose a new folder, or remove this one first")

@@ -1,6 +1,7 @@
 """Open a finished data set from its folder alone, for the tools: splits, documents, tokens; `verify` reads it whole."""
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,13 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pretraining.data.checksums import checksum_of_file, content_fingerprint
-from pretraining.data.manifest import MANIFEST_NAME, num_shard_bytes, read_manifest, source_entries
+from pretraining.data.manifest import (
+    MANIFEST_NAME,
+    entropy_bits,
+    num_shard_bytes,
+    read_manifest,
+    source_entries,
+)
 from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import Shard, TokenSplit, buffer_positions
 from pretraining.data.tokenizer import Borders, describe_tokenizer, tokenizer_fault
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import read_json_value
 from pretraining.recipe.data import source_name
+from pretraining.runtime.durable_files import replacing
 
 if TYPE_CHECKING:
     import tokenizers
@@ -155,24 +163,37 @@ class StoredDocument:
         return {**values, "tokens": len(self.tokens)}
 
 
-def count_tokens(
-    split: SplitDocuments, vocab_size: int, on_shard: Callable[[dict], None] | None = None
-) -> np.ndarray:
-    """Count how often each id occurs: [vocab_size] int64; UserError for one beyond. on_shard: called after each."""
+def count_tokens(split: SplitDocuments, vocab_size: int, progress: ProgressBar | None = None) -> np.ndarray:
+    """Count how often each id occurs: [vocab_size] int64; UserError for one beyond."""
     counts = np.zeros(vocab_size, np.int64)
     for entry, shard in split.shards():
         for start in range(0, len(shard.tokens), CHUNK_TOKENS):
             found = np.bincount(shard.tokens[start : start + CHUNK_TOKENS], minlength=vocab_size)
             # bincount is longer than asked for if an id is beyond the vocabulary.
             if len(found) > vocab_size:
-                raise UserError(
-                    f"{split.folder / entry['file']}: token id {len(found) - 1} in a vocabulary of "
-                    f"{vocab_size:,}: these are not the tokenizer's shards; prepare or copy the data again"
-                )
+                what = f"token id {len(found) - 1} in a vocabulary of {vocab_size:,}"
+                remedy = "these are not the tokenizer's shards; prepare or copy the data again"
+                raise UserError(f"{split.folder / entry['file']}: {what}: {remedy}")
             counts += found
-        if on_shard:
-            on_shard(entry)
+        if progress:
+            progress.add_shard(entry)
     return counts
+
+
+def complete(folder: Path, manifest: dict) -> None:
+    """Make a folder with splits and tokenizer a finished data set: list its splits, and write the manifest last.
+
+    The manifest gains what the tokens of validation cost by their frequencies alone: a model must be better than that.
+    """
+    entry = manifest["splits"]["validation"]
+    split = SplitDocuments(folder, "validation", entry, [])
+    counts = count_tokens(split, manifest["tokenizer"]["vocab_size"])
+    entry["unigram_bits_per_byte"] = round(entropy_bits(counts) / max(1, entry["bytes"]), 6)
+    with replacing(folder / "dataset_dict.json") as file:
+        json.dump({"splits": list(manifest["splits"])}, file)
+    # Last: where a manifest is, the data set is complete.
+    with replacing(folder / MANIFEST_NAME) as file:
+        file.write(json.dumps(manifest, indent=2) + "\n")
 
 
 def verify_data(folder: Path, show_progress: bool = False) -> dict:

@@ -23,12 +23,13 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import token_dtype
 from pretraining.data.tools.finished import SplitDocuments
 from pretraining.errors import UserError, nearest
@@ -46,22 +47,20 @@ MEGATRON_CODES = {np.dtype(np.uint16): 8, np.dtype(np.uint32): 4}
 LONGEST_SEQUENCE = 2**31 - 1
 
 
-def write_megatron(split: SplitDocuments, prefix: Path, on_shard: Callable[[dict], None]) -> None:
+def write_megatron(split: SplitDocuments, prefix: Path, progress: ProgressBar) -> None:
     """Write one split as PREFIX.bin and PREFIX.idx, a shard at a time."""
-    with prefix.with_name(prefix.name + ".bin").open("wb") as file:
+    with _beside(prefix, "bin").open("wb") as file:
         for entry, shard in split.shards():
             file.write(shard.tokens.data)
-            on_shard(entry)
-    with prefix.with_name(prefix.name + ".idx").open("wb") as file:
+            progress.add_shard(entry)
+    with _beside(prefix, "idx").open("wb") as file:
         count = split.num_documents
         file.write(HEADER.pack(MAGIC, 1, MEGATRON_CODES[split.dtype], count, count + 1))
         for entry, shard in split.shards():
             lengths = np.diff(shard.ends, prepend=0)
             if len(lengths) and lengths.max() > LONGEST_SEQUENCE:
-                raise UserError(
-                    f"{split.folder / entry['file']}: a document of {lengths.max():,} tokens; Megatron's index "
-                    f"holds at most {LONGEST_SEQUENCE:,} a document"
-                )
+                what = f"a document of {lengths.max():,} tokens; Megatron's index holds at most"
+                raise UserError(f"{split.folder / entry['file']}: {what} {LONGEST_SEQUENCE:,} a document")
             file.write(lengths.astype("<i4").data)
         base = 0
         for entry, shard in split.shards():
@@ -75,19 +74,22 @@ def write_megatron(split: SplitDocuments, prefix: Path, on_shard: Callable[[dict
             file.write(np.arange(start, min(start + (1 << 20), count + 1), dtype="<i8").data)
 
 
-def mapped(path: Path) -> mmap.mmap:
-    """Map a file that is not empty into memory, to be read once from its beginning to its end."""
+def mapped(path: Path, dtype: np.dtype, start: int = 0) -> np.ndarray:
+    """Map the numbers that a file holds from byte `start` on, to be read once from the first to the last."""
+    count = (path.stat().st_size - start) // dtype.itemsize
+    if not count:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     content.madvise(mmap.MADV_SEQUENTIAL)
-    return content
+    return np.frombuffer(content, dtype, count, start)
 
 
 class MegatronFile:
     """One PREFIX.bin and PREFIX.idx, mapped; UserError if they are not whole."""
 
     def __init__(self, prefix: Path):
-        self.bin, self.idx = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+        self.bin, self.idx = _beside(prefix, "bin"), _beside(prefix, "idx")
         for path in (self.bin, self.idx):
             if not path.is_file():
                 what = "no such file; --from megatron takes PREFIX of PREFIX.bin and PREFIX.idx"
@@ -131,11 +133,7 @@ class MegatronFile:
             raise UserError(f"{self.bin}: {what}; copy it again")
 
     def documents(self) -> Iterator[np.ndarray]:
-        if not self.size:
-            return
-        content, width = mapped(self.bin), self.dtype.itemsize
-        # A .bin may be longer than its index says, by less than a token.
-        tokens = np.frombuffer(content, self.dtype, len(content) // width)
+        tokens, width = mapped(self.bin, self.dtype), self.dtype.itemsize
         for first, last in pairwise(map(int, self.marks)):
             places = zip(self.offsets[first:last] // width, self.lengths[first:last], strict=True)
             pieces = [tokens[start : start + length] for start, length in places]
@@ -147,9 +145,7 @@ DATATROVE_TYPES = {2: "<u2", 4: "<u4"}
 """Types of the tokens, by the bytes of one token."""
 
 
-def write_datatrove(
-    split: SplitDocuments, folder: Path, tokenizer: str, on_shard: Callable[[dict], None]
-) -> None:
+def write_datatrove(split: SplitDocuments, folder: Path, tokenizer: str, progress: ProgressBar) -> None:
     """Write one split into `folder`, a .ds with its index and metadata for each shard that holds documents."""
     folder.mkdir(parents=True)
     for entry, shard in split.shards():
@@ -163,7 +159,7 @@ def write_datatrove(
             short = f"{count / 1000 ** (digits // 3):.{2 - digits % 3}f} {' kMGTP'[digits // 3].strip()}T"
             lines = [f"{tokenizer}|{split.dtype.itemsize}", str(count), short]
             _beside(path, "metadata").write_text("\n".join(lines))
-        on_shard(entry)
+        progress.add_shard(entry)
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -181,9 +177,7 @@ class DatatroveFile:
                 raise UserError(f"{needed}: {what} (datatrove's save_index)")
         if self.index.stat().st_size % 8:
             raise UserError(f"{self.index}: truncated: not a whole number of document ends; copy it again")
-        # An empty file cannot be mapped.
-        is_empty = self.index.stat().st_size == 0
-        self.ends = np.zeros(0, "<i8") if is_empty else np.memmap(self.index, "<i8", mode="r")
+        self.ends = mapped(self.index, np.dtype("<i8"))
         count = int(self.ends[-1]) if len(self.ends) else 0
         if (self.ends[1:] < self.ends[:-1]).any() or (self.ends[:1] < 0).any():
             raise UserError(f"{self.index}: damaged: its document ends do not ascend; copy it again")
@@ -195,9 +189,7 @@ class DatatroveFile:
         self.dtype = np.dtype(DATATROVE_TYPES[self.size // count if count else 2])
 
     def documents(self) -> Iterator[np.ndarray]:
-        if not self.size:
-            return
-        tokens, start = np.frombuffer(mapped(self.path), self.dtype), 0
+        tokens, start = mapped(self.path, self.dtype), 0
         for first in range(0, len(self.ends), 1 << 20):
             for end in self.ends[first : first + (1 << 20)].tolist():
                 yield tokens[start:end]
@@ -265,16 +257,13 @@ class BinFile:
                 what = f"truncated or damaged: {size:,} bytes, its header counts {expected:,}"
                 raise UserError(f"{path}: {what}; copy it again")
         elif size % self.dtype.itemsize:
-            raise UserError(
-                f"{path}: {size:,} bytes are no whole number of {self.dtype.name} tokens; copy it again, or give the "
-                f"--dtype it was written with ({', '.join(RAW_TYPES)})"
-            )
+            what = f"{size:,} bytes are no whole number of {self.dtype.name} tokens"
+            remedy = f"copy it again, or give the --dtype it was written with ({', '.join(RAW_TYPES)})"
+            raise UserError(f"{path}: {what}; {remedy}")
         self.size = size - self.start
 
     def documents(self) -> Iterator[np.ndarray]:
-        if not self.size:
-            return
-        tokens = np.frombuffer(mapped(self.path), self.dtype, offset=self.start)
+        tokens = mapped(self.path, self.dtype, self.start)
         chunks = (tokens[start : start + CHUNK_TOKENS] for start in range(0, len(tokens), CHUNK_TOKENS))
         yield from documents_between(chunks, self.eos, self.path)
 

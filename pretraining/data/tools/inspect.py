@@ -1,7 +1,6 @@
 """`inspect` and `stats`: show documents as text, and what a block or sample is made of; count documents and tokens."""
 
 from collections import Counter
-from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,7 @@ from pretraining.data.manifest import COUNTED, data_differences, entropy_bits, n
 from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.progress import ProgressBar
-from pretraining.data.tools.finished import (
-    FinishedData,
-    SplitDocuments,
-    count_tokens,
-    open_finished,
-    source_names,
-)
+from pretraining.data.tools.finished import FinishedData, count_tokens, open_finished, source_names
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped
 from pretraining.recipe.recipe import Recipe
@@ -36,10 +29,8 @@ class Inspection:
     """One split of a data set with the tokenizer that turns its tokens back into text."""
 
     def __init__(self, folder: Path, split: str = "train"):
-        self.data: FinishedData = open_finished(folder)
-        self.split: SplitDocuments = self.data.split(split)
-        self.decoder = self.data.decoder()
-        self.borders = self.data.borders
+        self.data = open_finished(folder)
+        self.split, self.decoder = self.data.split(split), self.data.decoder()
 
     def document(self, number: int) -> dict:
         """Return place and text of one document; UserError if there is no such number."""
@@ -102,9 +93,7 @@ class Inspection:
         length = recipe.sequence_length
         # A split that is shorter than one block has no samples.
         _check_range("block", 0, self.split.num_blocks(length), self.split.name)
-        # Converted data may have no validation.
-        held_out = "validation" if "validation" in self.data.split_names else "train"
-        prepared = PreparedData(self.data.folder, manifest, self.split, self.data.split(held_out))
+        prepared = PreparedData(self.data.folder, manifest, self.split, self.data.split("validation"))
         dataset = build_training_dataset(prepared.for_run(recipe), recipe, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
         # The stretches count from the start of their source, `between` from the start of the split.
@@ -123,7 +112,7 @@ class Inspection:
 
     def _ids(self, tokens) -> list[int]:
         """Return the ids without the special tokens around the document."""
-        ids, (closing, opening) = tokens.tolist(), self.borders
+        ids, (closing, opening) = tokens.tolist(), self.data.borders
         start = int(bool(ids) and ids[0] == opening)
         return ids[start:-1] if len(ids) > start and ids[-1] == closing else ids[start:]
 
@@ -158,10 +147,9 @@ def block_text(block: dict, max_chars: int) -> str:
     places = ", ".join(stretches[:SHOWN_STRETCHES])
     if len(stretches) > SHOWN_STRETCHES:
         places += f" and {len(stretches) - SHOWN_STRETCHES} more stretches"
-    lines.append(
-        f"{block['split']}, {name}: tokens {places} of the stream "
-        f"({block['sequence_length']:,} inputs and one more target), parts of {len(block['documents']):,} documents"
-    )
+    size = f"{block['sequence_length']:,} inputs and one more target"
+    parts = f"parts of {len(block['documents']):,} documents"
+    lines.append(f"{block['split']}, {name}: tokens {places} of the stream ({size}), {parts}")
     for part in block["documents"]:
         (first, last), (begin, end) = part["document_tokens"], part["block_tokens"]
         note = f"[its tokens {first:,} to {last - 1:,} are the block's {begin:,} to {end - 1:,}]\n"
@@ -223,18 +211,16 @@ def _measure_split(data: FinishedData, name: str, top: int | None, progress: Pro
         for _, shard in split.shards():
             found, times = np.unique(np.diff(shard.ends, prepend=0), return_counts=True)
             lengths.update(dict(zip(found.tolist(), times.tolist(), strict=True)))
-        ordered = sorted(lengths)
-        documents_up_to = np.cumsum([lengths[length] for length in ordered])
-        # The smallest length that at least this share of the documents do not exceed; ranks count from 1.
-        ranks = [max(1, ceil(share * split.num_documents)) for share in PERCENTILES]
-        places = np.searchsorted(documents_up_to, ranks).tolist()
+        values, weights = list(lengths), list(lengths.values())
+        # The smallest length that at least this share of the documents do not exceed.
+        ends = np.quantile(values, PERCENTILES, method="inverted_cdf", weights=weights).tolist()
         measured["document_tokens"] = {
             "mean": split.num_tokens / split.num_documents,
-            "min": ordered[0],
-            **{f"p{100 * share:g}": ordered[n] for share, n in zip(PERCENTILES, places, strict=True)},
+            "min": min(values),
+            **{f"p{100 * share:g}": end for share, end in zip(PERCENTILES, ends, strict=True)},
         }
     if top is not None:
-        counts = count_tokens(split, data.manifest["tokenizer"]["vocab_size"], progress.add_shard)
+        counts = count_tokens(split, data.manifest["tokenizer"]["vocab_size"], progress)
         measured["token_frequencies"] = _frequencies(data, counts, entry["bytes"], top)
     return measured
 
@@ -285,10 +271,9 @@ def stats_text(measured: dict) -> str:
         elif cuts is not None:
             # Both ways to fill blocks, so that a recipe can choose.
             for packing, head in (("in_sequence", "read in sequence"), ("best_fit", "packed by best fit")):
-                lines.append(
-                    f"  {head:<24}blocks' ends cut {cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents "
-                    f"that fit into one, {cuts[packing]['cropped']:.2%} of their tokens come after a cut"
-                )
+                cut = f"{cuts[packing]['cut']:.2%} of the {cuts['documents']:,} documents that fit into one"
+                cropped = f"{cuts[packing]['cropped']:.2%} of their tokens come after a cut"
+                lines.append(f"  {head:<24}blocks' ends cut {cut}, {cropped}")
         if found := split.get("token_frequencies"):
             ends = (found["most_frequent"], found["rarest"])
             most, rarest = ("  ".join(f"{t['text']!r} {t['count']:,}" for t in end) for end in ends)
@@ -308,8 +293,5 @@ def stats_text(measured: dict) -> str:
 
 
 def _count_line(name: str, documents: int, tokens: int, num_bytes: int) -> str:
-    per_token = num_bytes / max(1, tokens)
-    return (
-        f"  {name:<24}{documents:>14,} documents {tokens:>18,} tokens {num_bytes:>20,} bytes "
-        f"{per_token:>7.3f} bytes/token"
-    )
+    size = f"{num_bytes:>20,} bytes {num_bytes / max(1, tokens):>7.3f} bytes/token"
+    return f"  {name:<24}{documents:>14,} documents {tokens:>18,} tokens {size}"

@@ -17,15 +17,14 @@ def plan_push(folder: Path, repo_id: str) -> dict:
     # Without the network: a wrong name is reported before the shards are listed.
     check_repo_id(repo_id)
     data = open_finished(folder)
-    # it may be older than the refusal in recipes
-    refuse_credentials(data.manifest, str(folder / MANIFEST_NAME))
     manifest = data.manifest
+    # it may be older than the refusal in recipes
+    refuse_credentials(manifest, str(folder / MANIFEST_NAME))
     sources = dict(zip(source_names(manifest), source_entries(manifest), strict=True))
-    split_files = (f"  - split: {split}\n    path: {split}/*.arrow" for split in data.split_names)
     card = CARD.format(
         repo_id=repo_id,
         name=manifest["name"],
-        split_files="\n".join(split_files),
+        split_files="\n".join(f"  - split: {name}\n    path: {name}/*.arrow" for name in data.split_names),
         splits=_table("split", manifest["splits"], "bytes"),
         sources=_table("source", sources, "text_bytes"),
         tokenizer=manifest["tokenizer"],
