@@ -33,12 +33,12 @@ DS_CONFIG_KEYS = {
 """Keys that a ds_config may not hold, each with the key or section that decides instead."""
 
 # Both the recipe and DeepSpeed know these: they must say "auto".
-SHARED_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
+SHARED_KEYS = {
+    "train_batch_size": "derived from the budget",
+    "train_micro_batch_size_per_gpu": "the recipe's training.per_device_train_batch_size",
+    "gradient_accumulation_steps": "derived from the budget",
+    "gradient_clipping": "the recipe's training.max_grad_norm",
+}
 BY_RECIPE = "the recipe decides it"
 _FP32_MASTERS = "checkpoints, plans and the curve count on master weights and optimizer states in fp32"
 SUPPORTED_VALUES = {

@@ -5,7 +5,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import zip_longest
@@ -438,10 +438,10 @@ def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
     return [difference for group in inner for difference in group]
 
 
-def listed(texts: list, most: int = 3) -> str:
-    """Write the first few texts, and how many more there are."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(map(str, texts[:most])) + more
+def listed(texts: Sequence, between: str = "; ") -> str:
+    """Write the first three texts, and how many more there are."""
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return between.join(map(str, texts[:3])) + more
 
 
 def _in_brief(value: Any) -> str:

@@ -21,7 +21,7 @@ from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, object_schema, type_schema  # noqa: E402
 from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.layouts_page import with_tables  # noqa: E402
-from schema_generator.model_types import UNUSED, bounded, largest, other_model_types  # noqa: E402
+from schema_generator.model_types import other_model_types, properties_of_type  # noqa: E402
 from schema_generator.types_page import types_page  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
@@ -123,25 +123,12 @@ def training_schema() -> dict:
 def model_schema(model_type: str) -> dict:
     """Every keyword of one model type's configuration class that shapes a causal language model."""
     from transformers import AutoConfig
-    from transformers.configuration_utils import PreTrainedConfig
 
-    config_class = type(AutoConfig.for_model(model_type))
-    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     # in the layout of transformers' docstrings
-    described_keys = re.findall(
-        r"^ {4}(\w+) \(.*?\):\n((?: {8}.*\n?)+)", config_class.__doc__ or "", re.MULTILINE
-    )
+    layout = re.compile(r"^ {4}(\w+) \(.*?\):\n((?: {8}.*\n?)+)", re.MULTILINE)
+    described_keys = layout.findall(AutoConfig.for_model(model_type).__doc__ or "")
     documented = {name: first_sentence(text) for name, text in described_keys}
-    properties = {"model_type": {"const": model_type}}
-    for field in dataclasses.fields(config_class):
-        if field.name not in inherited and not UNUSED.fullmatch(field.name):
-            schema = type_schema(field.type)
-            if field.type is float:
-                schema["format"] = "float"  # @strict config classes refuse an int there
-            schema = described(schema, documented.get(field.name), field.default)
-            properties[field.name] = bounded(field.name, schema)
-    for name in SHAPE_KEYS[model_type]:
-        properties[name] |= {"minimum": 1, "maximum": largest(name)}
+    properties = properties_of_type(model_type, SHAPE_KEYS[model_type], documented)
     properties.update(implementation_keys(properties))
     properties.update(Weights.model_keys())
     return object_schema(properties, ["model_type", *SHAPE_KEYS[model_type]])

@@ -146,10 +146,8 @@ def short_period(tokens: np.ndarray, share: float) -> int | None:
         return None
     # In a block with a period, nearly every token comes again one period later. So only distances that fit at two
     # of these three places are tried in full.
-    a, b, c = (
-        tokens[place + 1 : place + 1 + longest] == tokens[place]
-        for place in (longest, len(tokens) // 2, len(tokens) - longest - 1)
-    )
+    places = (longest, len(tokens) // 2, len(tokens) - longest - 1)
+    a, b, c = (tokens[place + 1 : place + 1 + longest] == tokens[place] for place in places)
     for distance in (np.flatnonzero((a & (b | c)) | (b & c)) + 1).tolist():
         if np.count_nonzero(tokens[distance:] == tokens[:-distance]) >= share * (len(tokens) - distance):
             return distance

@@ -241,12 +241,9 @@ def close_documents(
 
 def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> int | None:
     """Find the first text whose ids differ between two flat encodings; None if there is none."""
-    if all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True)):
-        return None
-    # Something differs: look for the first document, one by one.
     here, there = (np.split(ids, offsets[1:-1]) for ids, offsets in (one, other))
     pairs = enumerate(zip(here, there, strict=True))
-    return next((n for n, pair in pairs if not np.array_equal(*pair)), len(here))
+    return next((number for number, pair in pairs if not np.array_equal(*pair)), None)
 
 
 # Strings on which tokenizers that claim to agree have been seen to differ.

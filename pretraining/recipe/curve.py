@@ -1,6 +1,6 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,12 +133,6 @@ def differs_from_published(recipe: dict) -> list[str]:
     keys = [change.key for change in changes if change.key not in SAME_TEXT]
     of_model = [key for key in keys if key.startswith("model.")]
     return (["model"] if len(of_model) > 1 else of_model) + [key for key in keys if key.startswith("data.")]
-
-
-def some_keys(keys: Sequence[str]) -> str:
-    """Write the first three keys, and how many more there are."""
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return ", ".join(keys[:3]) + more
 
 
 def changes_of_run(folder: Path, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:

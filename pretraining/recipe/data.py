@@ -21,6 +21,7 @@ MOST_HASHES = 4096
 
 # a context of our own: the default one could be changed by any library
 _DECIMALS = Context(prec=50)
+_VALUES = {"type": ["array", "null"], "minItems": 1}
 
 
 class Condition(Section):
@@ -32,11 +33,9 @@ class Condition(Section):
     """Least number."""
     at_most: float | None = key(default=None, omitted=True)
     """Greatest number."""
-    among: list | None = key(default=None, schema={"type": ["array", "null"], "minItems": 1}, omitted=True)
+    among: list | None = key(default=None, schema=_VALUES, omitted=True)
     """Values, of which it is one."""
-    not_among: list | None = key(
-        default=None, schema={"type": ["array", "null"], "minItems": 1}, omitted=True
-    )
+    not_among: list | None = key(default=None, schema=_VALUES, omitted=True)
     """Values, of which it is none."""
 
     def holds(self, row: dict) -> bool:
@@ -335,19 +334,15 @@ class Data(Section):
             if source.keep is not None and (source.path is None) == (source.dataset is None):
                 yield f"{place}.keep", "asks for fields, and this text has none; leave it out"
             elif source.keep is not None and source.format is not None:
-                yield (
-                    f"{place}.keep",
-                    f"asks for fields, and {source.format} have none; leave one of the two out",
-                )
+                what = f"asks for fields, and {source.format} have none; leave one of the two out"
+                yield f"{place}.keep", what
         named = {source.called for _, source in self.text_origins}
         for number, rule in enumerate(self.filters):
             for name in rule.get("sources") or ():
                 if name not in named:
                     hint = nearest(name, named) or f"; the sources are: {', '.join(sorted(named))}"
-                    yield (
-                        f"{at}.filters.{number}.sources",
-                        f"names {name!r}, and there is no such source{hint}",
-                    )
+                    what = f"names {name!r}, and there is no such source{hint}"
+                    yield f"{at}.filters.{number}.sources", what
         trained = self.tokenizer if isinstance(self.tokenizer, dict) else None
         tokens = [END_OF_TEXT, *((trained or {}).get("special_tokens", ()))]
         for number, token in enumerate(tokens):
@@ -355,17 +350,13 @@ class Data(Section):
                 what = f"is {token!r}, which is there already; leave it out ({END_OF_TEXT} always has id 0)"
                 yield f"{at}.tokenizer.special_tokens.{number - 1}", what
         if trained is not None and ("train_vocab_size" in trained) == ("units" in trained):
-            yield (
-                f"{at}.tokenizer",
-                "needs one of train_vocab_size and units; a tokenizer is trained, or has units",
-            )
+            what = "needs one of train_vocab_size and units; a tokenizer is trained, or has units"
+            yield f"{at}.tokenizer", what
         if trained and "units" in trained:
             merging = ["split", *(["min_frequency"] if trained["units"] == "bytes" else [])]
             for name in filter(trained.get, merging):
-                yield (
-                    f"{at}.tokenizer.{name}",
-                    f"goes with train_vocab_size, not with units; leave {name} out",
-                )
+                what = f"goes with train_vocab_size, not with units; leave {name} out"
+                yield f"{at}.tokenizer.{name}", what
         fewest = 256 + len(tokens)
         if trained and (size := trained.get("train_vocab_size", fewest)) < fewest:
             what = f"is {size}; 256 bytes and {len(tokens)} special tokens need {fewest}"
@@ -437,8 +428,9 @@ def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str
     names = source_names(data, where)
     if data.prepare == "budget" and not shares_are_written(data):
         what = f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared; give"
-        remedy = "every source a weight, or set prepare to all (and max_tokens of the sources, "
-        remedy += "if they are large)"
+        remedy = (
+            "every source a weight, or set prepare to all (and max_tokens of the sources, if they are large)"
+        )
         yield "data.prepare", f"{what} {remedy}"
     if is_mixed(data):
         # sizes are not known yet; any will do, since only the shares depend on them
@@ -491,9 +483,8 @@ def read_stages(
                 what = f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
                 raise problem(where, f"{key}.until", what)
         elif until is None:
-            raise problem(
-                where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens"
-            )
+            what = "is missing: a share of the run below 1, or a number of tokens"
+            raise problem(where, f"{key}.until", what)
         else:
             # stages begin and end at whole blocks
             stop = block_of(until, num_samples, sequence_length)
@@ -501,9 +492,8 @@ def read_stages(
                 what = f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,}"
                 what += f" and the run's end at {num_samples:,} (blocks of {sequence_length:,} tokens)"
                 raise problem(where, f"{key}.until", what)
-        shares = (
-            base if stage.weights is None else _named_shares(stage.weights, names, where, f"{key}.weights")
-        )
+        weights = stage.weights
+        shares = base if weights is None else _named_shares(weights, names, where, f"{key}.weights")
         wished.append(WishedStage(start, stop, shares))
         start = stop
     for number, name in enumerate(names):

@@ -16,12 +16,7 @@ from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.outside.addresses import refuse_credentials
 from pretraining.recipe.budget import check_multiple
 from pretraining.recipe.data import shares_are_written
-from pretraining.recipe.model import (
-    checked_model,
-    known_types,
-    read_config,
-    refuse_names_of_others,
-)
+from pretraining.recipe.model import checked_model, known_types, read_config, refuse_names_of_others
 from pretraining.recipe.piecewise import shrunk
 from pretraining.recipe.published import read_published, with_origin
 from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe

@@ -89,13 +89,14 @@ def is_exact(model: dict) -> bool:
 
 def has_experts(model: dict) -> bool:
     """Return whether routers of this model of transformers send each token to some of several experts."""
-    return model_extension(model["model_type"]) is None and _has_experts(model_with_defaults(model))
+    return _has_experts(model_with_defaults(model))
 
 
 def _has_experts(values: dict) -> bool:
     key = experts_key(values)
-    # Doge is a mixture only where it says so
-    return key is not None and values[key] > 1 and values.get("is_moe", True)
+    if key is None or model_extension(values["model_type"]) is not None:
+        return False
+    return values[key] > 1 and values.get("is_moe", True)  # Doge is a mixture only where it says so
 
 
 def experts_key(values: dict) -> str | None:
@@ -276,11 +277,7 @@ def model_with_defaults(model: dict) -> dict:
     """
     defaults = {key: value["default"] for key, value in properties_of(model).items() if "default" in value}
     values = {**defaults, **model}
-    if (
-        "output_router_logits" not in model
-        and _has_experts(values)
-        and model_extension(model["model_type"]) is None
-    ):
+    if "output_router_logits" not in model and _has_experts(values):
         values["output_router_logits"] = True
     return values
 
@@ -397,9 +394,8 @@ def _check_heads_and_experts(model: dict) -> Wrong:
     if (chosen := model.get("topk_group") or 1) > groups:
         yield "model.topk_group", f"is {chosen}, more than model.n_group {groups}"
     if model["model_type"] == "qwen3_moe":
-        layers, step, dense = (
-            model[key] for key in ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers")
-        )
+        keys = ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers")
+        layers, step, dense = (model[key] for key in keys)
         # a mixture is every `decoder_sparse_step`th layer that is not in `mlp_only_layers`
         if not any((layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(layers)):
             key = "mlp_only_layers" if step <= layers else "decoder_sparse_step"

@@ -122,14 +122,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Sections are built from the JSON objects of a file, or of `dataclasses.replace`."""
-        for name, section in SECTIONS.items():
-            value = getattr(self, name)
-            if not isinstance(value, section):
-                # the dataclass is frozen
-                object.__setattr__(self, name, section.of(value))
-        for name, keywords in KEYWORDS.items():
-            if not isinstance(getattr(self, name), keywords):
-                object.__setattr__(self, name, keywords(getattr(self, name)))
+        makers = {name: (section, section.of) for name, section in SECTIONS.items()}
+        makers |= {name: (keywords, keywords) for name, keywords in KEYWORDS.items()}
+        for name, (kind, make) in makers.items():
+            if not isinstance(getattr(self, name), kind):
+                object.__setattr__(self, name, make(getattr(self, name)))  # the dataclass is frozen
 
     @property
     def words(self) -> list[str]:
@@ -277,9 +274,8 @@ class Recipe:
         yield from check_folder_name(self.data.name, "data.name")
         yield from self.data.check("data")
         yield from self.model.check()
-        if (
-            model_extension(model.model_type) is None
-        ):  # else its code would run: before it trains (refusals.py)
+        # else its code would run: before it trains (refusals.py)
+        if model_extension(model.model_type) is None:
             yield from check_documents(self.data, model)
             yield from check_loss(self.loss, model)
         for number, rule in enumerate(self.data.filters):
@@ -359,8 +355,9 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     tokens_at_once, where = ranks * micro_batch * length, display_path(recipe.path)
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
-        product = f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size "
-        product += f"x {length} tokens"
+        product = (
+            f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"
+        )
         multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
         per_rank = recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
@@ -438,6 +435,7 @@ def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> 
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
         yield "evaluation.task_steps", what
     if is_score and not evaluation.tasks and evaluation.hellaswag is None:
-        what = f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for "
-        what += "evaluation.hellaswag"
+        what = (
+            f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for evaluation.hellaswag"
+        )
         yield "evaluation.metric", what

@@ -110,9 +110,8 @@ def _needs_the_whole_text(recipe: Recipe) -> Wrong:
         what = f"is cropped, whose blocks are counted over all of the text first, which {option} cannot"
         yield "data.packing", f"{what}; take best_fit, {first}"
     if data.dedup and data.dedup.compares:
-        what = f"compares all documents before any is trained on, which {option} cannot; "
-        what += f"set it to null, {first}"
-        yield "data.dedup", what
+        what = f"compares all documents before any is trained on, which {option} cannot"
+        yield "data.dedup", f"{what}; set it to null, {first}"
     if is_mixed(data):
         what = f"mixes sources, and with {option} the text of one is there long before that of another"
         remedy = f"leave the weights and the mixture out, {first}"
@@ -510,18 +509,17 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
     """Refuse degrees of parallelism, or a group size of hpZ, that do not divide the ranks."""
     degrees, group = degrees_of(ds_config), hpz_ranks(ds_config)
     there = f"there is {world_size}" if world_size == 1 else f"there are {world_size}"
-    for size, what in (
-        (degrees.ranks_per_sample, str(degrees)),
-        (degrees.expert, f"expert {degrees.expert}"),
-    ):
+    named = {str(degrees): degrees.ranks_per_sample, f"expert {degrees.expert}": degrees.expert}
+    for words, size in named.items():
         if world_size % size:
             fitting = ", ".join(str(each) for each in range(1, world_size + 1) if not world_size % each)
             remedy = f"; degrees that divide {world_size}: {fitting}" if world_size > 1 else ""
-            what += f": needs a multiple of {size} ranks, and {there}{remedy}"
+            what = f"{words}: needs a multiple of {size} ranks, and {there}{remedy}"
             raise UserError(f"deepspeed {name}: {what}")
     if world_size % group:
-        what = f"zero_optimization.zero_hpz_partition_size is {group}, "
-        what += f"which does not divide {world_size} ranks"
+        what = (
+            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"
+        )
         remedy = "set it to the number of GPUs of a node, or use --deepspeed zero3"
         raise UserError(f"deepspeed {name}: {what}; {remedy}")
 

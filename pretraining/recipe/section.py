@@ -40,11 +40,7 @@ LONGEST_NAME = 200
 
 
 def key(
-    *,
-    default: Any = MISSING,
-    default_factory: Any = MISSING,
-    omitted: bool = False,
-    **limits: Any,
+    *, default: Any = MISSING, default_factory: Any = MISSING, omitted: bool = False, **limits: Any
 ) -> Any:
     """A field of a section. The text beneath it is what editors and docs/recipe_keys.md say of it.
 
@@ -101,9 +97,7 @@ class Section:
         """described: with the texts beneath the fields, for which the source is read; checks do without."""
         texts = _texts_beneath(cls) if described else {}
         properties = {each.name: _field_schema(each, texts, described) for each in fields(cls)}
-        required = [
-            each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING
-        ]
+        required = [each.name for each in fields(cls) if each.default is each.default_factory is MISSING]
         schema = {"type": "object", "description": description_of(cls), "properties": properties}
         if cls.one_of:
             schema["oneOf"] = [{"required": [name]} for name in cls.one_of]

@@ -204,19 +204,14 @@ class Spikes(Section):
     """How long lr_factor holds."""
 
 
+_STEP = {"type": "integer", "minimum": 1}
+_STEP_OR_STEPS = {"anyOf": [{"type": "array", "items": _STEP, "minItems": 2}, _STEP]}
+
+
 class Profile(Section):
     """Steps to trace into runs/<name>/profile/, with a table of their costs; null: none."""
 
-    steps: int | list[int] | None = key(
-        default=None,
-        schema={
-            "anyOf": [
-                {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 2},
-                {"type": "integer", "minimum": 1},
-            ]
-        },
-        omitted=True,
-    )
+    steps: int | list[int] | None = key(default=None, schema=_STEP_OR_STEPS, omitted=True)
     """One step, or the first and the last one: [10, 12]."""
     memory: bool = key(default=True)
     """With a snapshot of every allocation on the GPU."""

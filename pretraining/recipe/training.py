@@ -324,18 +324,14 @@ def check_schedule(
             yield "budget.decay_tokens", f"{what}; set that, or leave this out"
         # either would fix the same border a second time, in steps
         for name in [each for each in ("num_decay_steps", "num_stable_steps") if each in keywords]:
-            yield (
-                "budget.decay_tokens",
-                f"and training.lr_scheduler_kwargs.{name} are both there; leave one out",
-            )
+            what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"
+            yield "budget.decay_tokens", what
     yield from _check_steps("training.warmup_steps", training.warmup_steps)
     if kind not in others:
         known = {**KEYWORDS, PIECEWISE: {"points": POINTS}}[kind]
         for name in keywords:
             if name not in known:
-                takes = nearest(name, known) or (
-                    f"; it takes {', '.join(known)}" if known else "; it takes none"
-                )
+                takes = nearest(name, known) or f"; it takes {', '.join(known) or 'none'}"
                 remedy = "" if known else f": --set {key}={{}}"
                 yield f"{key}.{name}", f"is no keyword of {kind}{takes}{remedy}"
         one_of = {"oneOf": ONE_OF[kind]} if kind in ONE_OF else {}

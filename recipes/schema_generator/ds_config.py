@@ -8,7 +8,7 @@ import typing
 
 from schema_generator.from_types import SCALARS, described, first_sentence, object_schema, type_schema
 
-from pretraining.ds_config import DS_CONFIG_KEYS
+from pretraining.ds_config import DS_CONFIG_KEYS, SHARED_KEYS
 
 # The three keys that the Trainer fills from the hidden size when they say "auto".
 AUTO_KEYS = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
@@ -27,15 +27,8 @@ TOP_LEVEL_VALUES = {
     "disable_python_gc": False,
     "log_level": None,
 }
-DATA_TYPES_OF_MESSAGES = {"communication_data_type": None, "seq_parallel_communication_data_type": "fp32"}
 LARGEST_BUCKET = 2**33
 """Elements: more of them fit no GPU."""
-SHARED_KEYS = {
-    "train_batch_size": "derived from the budget",
-    "train_micro_batch_size_per_gpu": "the recipe's training.per_device_train_batch_size",
-    "gradient_accumulation_steps": "derived from the budget",
-    "gradient_clipping": "the recipe's training.max_grad_norm",
-}
 
 
 def field_docstrings(model_class: type) -> dict[str, str | None]:
@@ -160,8 +153,8 @@ def ds_config_schema() -> dict:
     }
     of_none = {"communication_data_type": "string", "log_level": "string"}
     values = block_schema(TOP_LEVEL_VALUES, **of_none)["properties"]
-    for key, default in DATA_TYPES_OF_MESSAGES.items():
-        values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": default}
+    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
+        values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": TOP_LEVEL_VALUES[key]}
     values["log_level"] = {"enum": [*log_levels, None], "default": None}
     values["gradient_predivide_factor"]["exclusiveMinimum"] = 0
     values["sequence_parallel_size"] = degree_schema("Ranks that split each sequence (Ulysses).")
