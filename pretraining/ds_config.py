@@ -134,10 +134,8 @@ def load_ds_config(name_or_path: str) -> dict:
     # schema.json is in the same folder and is no ds_config
     elif name_or_path == "schema" or not path.is_file():
         names = ds_config_names()
-        raise UserError(
-            f"deepspeed {name_or_path}: no such ds_config{nearest(name_or_path, names)}; "
-            f"there are: {', '.join(names)} (or give a path that ends in .json)"
-        )
+        there = f"there are: {', '.join(names)} (or give a path that ends in .json)"
+        raise UserError(f"deepspeed {name_or_path}: no such ds_config{nearest(name_or_path, names)}; {there}")
     where, schema = display_path(path), ds_config_schema()
     config = read_json(path)
     for text in filter(None, degrees.split(",")):

@@ -50,10 +50,8 @@ def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "Bl
     """Make the guard that lists degenerate blocks of the run in the file `path`; None if another rank lists them."""
     token_bytes = data.read_tokenizer(lambda folder: tokens_of_file(folder / "tokenizer.json"))
     names = source_names(recipe.data, display_path(recipe.path))
-    monitors = recipe.monitors
-    return BlockGuard(
-        path, token_bytes, names, monitors.flagged_blocks == "skip", ngrams=monitors.repeated_ngrams
-    )
+    skips, ngrams = recipe.monitors.flagged_blocks == "skip", recipe.monitors.repeated_ngrams
+    return BlockGuard(path, token_bytes, names, skips, ngrams)
 
 
 class BlockGuard:

@@ -309,9 +309,6 @@ def _damaged(address: str, error: Exception | str) -> UserError:
     return UserError(f"{address}: the file is truncated or damaged ({reason}); fetch it again")
 
 
-# Lines: of JSON, of plain text, of FASTA.
-
-
 def _lines(file: InputFile, extent: Extent, goes_on: bool = False) -> Iterator[tuple[int, bytes, str]]:
     """Read (its first byte, line, place) of the lines that begin in the extent; goes_on: and of those behind it."""
     at = 0
@@ -393,9 +390,6 @@ def _open_lines(file: InputFile) -> BinaryIO:
     return opened
 
 
-# Parquet.
-
-
 def _read_parquet(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
     with _open_parquet(file) as parquet:
         import pyarrow as pa
@@ -422,9 +416,6 @@ def _open_parquet(file: InputFile):
         return parquet.ParquetFile(file.open() if is_remote(file.address) else file.address)
     except (pa.ArrowInvalid, OSError) as error:
         raise _damaged(file.address, error) from error
-
-
-# Web archives.
 
 
 def _read_warc(file: InputFile) -> Iterator[Document]:

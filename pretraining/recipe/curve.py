@@ -64,8 +64,7 @@ class Change(NamedTuple):
     now: Any
 
     def is_allowed(self, allowed: Iterable[str]) -> bool:
-        section = self.key.partition(".")[0]
-        return self.key in allowed or section in allowed
+        return self.key in allowed or self.key.partition(".")[0] in allowed
 
     def accepted_at(self, step: int) -> dict:
         """Return what a run keeps of it."""
@@ -159,11 +158,9 @@ def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path | 
     refused = [change for change in changes if not change.is_allowed(allowed)]
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        raise UserError(
-            f"{place} holds a {what} of another recipe: {refused[0]}{more}; give this one its own folder with "
-            "--output_dir, start over with --resume never, or accept the change with "
-            f"--allow_change {refused[0].key}"
-        )
+        found = f"{place} holds a {what} of another recipe: {refused[0]}{more}"
+        remedy = "give this one its own folder with --output_dir, start over with --resume never, or"
+        raise UserError(f"{found}; {remedy} accept the change with --allow_change {refused[0].key}")
 
 
 def check_allowed(key: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 from pretraining.errors import nearest
-from pretraining.recipe.section import Section, key
+from pretraining.recipe.section import TEXT, Section, described, key
 from pretraining.schema import Wrong, problem
 
 END_OF_TEXT = "<|endoftext|>"
@@ -226,6 +226,28 @@ class Mixture(Section):
     """Weights that change during the run, in order."""
 
 
+_TRAINED_TOKENIZER = {
+    "train_vocab_size": described(
+        "Ids of the tokenizer, special tokens included.", type="integer", minimum=257
+    ),
+    "min_frequency": described(
+        "How often a pair must occur to be merged; left out: once.", type="integer", minimum=1
+    ),
+    "special_tokens": described(
+        "Special tokens of your own, with the ids 1, 2, ... behind <|endoftext|>.", type="array", items=TEXT
+    ),
+    "split": described(
+        "Where BPE may not merge: gpt2 (left out: this), gpt4, or a regular expression of the pieces of a text.",
+        **TEXT,
+    ),
+    "units": described(
+        "In place of train_vocab_size: a token for each byte, or for each character of the corpus (others are "
+        "spelled in bytes).",
+        enum=["bytes", "characters"],
+    ),
+}
+
+
 class Data(Section):
     """The text, how it becomes tokens, and how much of it validates."""
 
@@ -233,38 +255,7 @@ class Data(Section):
     """Folder below data/ that holds the prepared tokens; recipes with equal data share it."""
     sources: list[Source] = key(minItems=1)
     """Where the text comes from, in this order."""
-    tokenizer: str | dict = key(
-        minLength=1,
-        properties={
-            "train_vocab_size": {
-                "type": "integer",
-                "minimum": 257,
-                "description": "Ids of the tokenizer, special tokens included.",
-            },
-            "min_frequency": {
-                "type": "integer",
-                "minimum": 1,
-                "description": "How often a pair must occur to be merged; left out: once.",
-            },
-            "special_tokens": {
-                "type": "array",
-                "items": {"type": "string", "minLength": 1},
-                "description": "Special tokens of your own, with the ids 1, 2, ... behind <|endoftext|>.",
-            },
-            "split": {
-                "type": "string",
-                "minLength": 1,
-                "description": "Where BPE may not merge: gpt2 (left out: this), gpt4, or a regular expression of the "
-                "pieces of a text.",
-            },
-            "units": {
-                "enum": ["bytes", "characters"],
-                "description": "In place of train_vocab_size: a token for each byte, or for each character of the "
-                "corpus (others are spelled in bytes).",
-            },
-        },
-        additionalProperties=False,
-    )
+    tokenizer: str | dict = key(minLength=1, properties=_TRAINED_TOKENIZER, additionalProperties=False)
     """A name or path, {"train_vocab_size": N} to train byte-level BPE on the corpus, or {"units": "bytes"}."""
     borders: Literal["eos", "bos", "bos_eos"] = key(default="eos")
     """The special tokens around a document: its end of text behind it, the beginning of text before it, or both."""
@@ -416,9 +407,9 @@ def source_names(section: Data, where: str) -> list[str]:
 def run_shares(wished: Sequence[WishedStage], num_samples: int) -> list[Fraction]:
     """The share of each source in a run of `num_samples` blocks, over all its stages: [sources], summing to one."""
     stops = [num_samples if stage.stop is None else stage.stop for stage in wished]
+    lengths = [stop - stage.start for stage, stop in zip(wished, stops, strict=True)]
     drawn = [
-        [(stop - stage.start) * share for share in stage.shares]
-        for stage, stop in zip(wished, stops, strict=True)
+        [length * share for share in stage.shares] for stage, length in zip(wished, lengths, strict=True)
     ]
     return [sum(column) / num_samples for column in zip(*drawn, strict=True)]
 
@@ -427,11 +418,11 @@ def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str
     """A mixture is right as far as that shows before its data, and thus its sources' sizes, are there."""
     names = source_names(data, where)
     if data.prepare == "budget" and not shares_are_written(data):
-        what = f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared; give"
-        remedy = (
-            "every source a weight, or set prepare to all (and max_tokens of the sources, if they are large)"
+        what = (
+            f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared"
         )
-        yield "data.prepare", f"{what} {remedy}"
+        caps = "max_tokens of the sources, if they are large"
+        yield "data.prepare", f"{what}; give every source a weight, or set prepare to all (and {caps})"
     if is_mixed(data):
         # sizes are not known yet; any will do, since only the shares depend on them
         read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
@@ -458,10 +449,8 @@ def num_unique_tokens(data: Data, num_samples: int, sequence_length: int) -> int
     names = [source.called for source in data.sources]
     stages = read_stages(data, names, [1] * len(names), num_samples, sequence_length, "")
     drawn = [share * num_samples for share in run_shares(stages, num_samples)]
-    return sum(
-        min(int(samples * num_tokens / num_samples), cap or num_tokens)
-        for samples, cap in zip(drawn, caps, strict=True)
-    )
+    tokens = [int(samples * num_tokens / num_samples) for samples in drawn]
+    return sum(min(read, cap or num_tokens) for read, cap in zip(tokens, caps, strict=True))
 
 
 def read_stages(
@@ -498,8 +487,7 @@ def read_stages(
         start = stop
     for number, name in enumerate(names):
         if not any(stage.shares[number] for stage in wished):
-            what = f"no stage reads the source {name!r}; name it in one"
-            raise problem(where, "data.mixture.stages", what)
+            raise problem(where, "data.mixture.stages", f"no stage reads the source {name!r}; name it in one")
     return wished
 
 

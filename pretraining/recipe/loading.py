@@ -278,11 +278,9 @@ def _find(name_or_path: str) -> Path:
         path = published / path.name
     if name_or_path == "schema" or not path.is_file():
         names, of_others = recipe_names(), [each.stem for each in sorted(published.glob("*.json"))]
-        raise UserError(
-            f"--recipe {name_or_path}: no such recipe{nearest(name_or_path, names + of_others)}; "
-            f"there are: {', '.join(names)}; of published runs {', '.join(of_others)} "
-            "(or give a path that ends in .json)"
-        )
+        there = f"there are: {', '.join(names)}; of published runs {', '.join(of_others)}"
+        near = f"no such recipe{nearest(name_or_path, names + of_others)}"
+        raise UserError(f"--recipe {name_or_path}: {near}; {there} (or give a path that ends in .json)")
     return path
 
 
@@ -373,10 +371,8 @@ def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks
         fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
         step = fitting * recipe.sequence_length
     if step > tokens:
-        raise UserError(
-            f"--limit_tokens {tokens}: is less than one step of {step:,} tokens; raise it, or lower "
-            "budget.tokens_per_step or the sequence length"
-        )
+        remedy = "raise it, or lower budget.tokens_per_step or the sequence length"
+        raise UserError(f"--limit_tokens {tokens}: is less than one step of {step:,} tokens; {remedy}")
     steps = tokens // step
     # A deep copy: lists and objects inside are changed.
     changed = json.loads(json.dumps(values))

@@ -416,8 +416,7 @@ def _check_rope(model: dict) -> Wrong:
             yield f"{key}.{name}", "is null; leave it out"
     kind = given.get("rope_type", "default")
     if kind not in ROPE:
-        what = f"is {json.dumps(kind)}, not one of {', '.join(ROPE)}{nearest(kind, ROPE)}"
-        yield f"{key}.rope_type", what
+        yield f"{key}.rope_type", f"is {json.dumps(kind)}, not one of {', '.join(ROPE)}{nearest(kind, ROPE)}"
     needed, optional = ROPE[kind]
     for name in needed:
         if given.get(name) is None:
@@ -430,8 +429,7 @@ def _check_rope(model: dict) -> Wrong:
         if len(given[name]) != head_dim // 2:
             yield f"{key}.{name}", f"has {len(given[name])} numbers; half of a head needs {head_dim // 2}"
     if kind == "llama3" and (high := given["high_freq_factor"]) <= (low := given["low_freq_factor"]):
-        what = f"is {high:g}; it must be greater than low_freq_factor {low:g}"
-        yield f"{key}.high_freq_factor", what
+        yield f"{key}.high_freq_factor", f"is {high:g}; it must be greater than low_freq_factor {low:g}"
 
 
 def _check_layer_types(model: dict) -> Wrong:
@@ -447,7 +445,6 @@ def _check_layer_types(model: dict) -> Wrong:
         return
     for number, kind in enumerate(given):
         if kind not in ("full_attention", "sliding_attention"):
-            what = f"is {json.dumps(kind)}; it must be full_attention or sliding_attention"
-            yield f"{key}.{number}", what
+            yield f"{key}.{number}", f"is {json.dumps(kind)}; it must be full_attention or sliding_attention"
     if "sliding_attention" in given and not (model.get("use_sliding_window") and model.get("sliding_window")):
         yield key, "has sliding_attention, which needs model.use_sliding_window true and sliding_window"

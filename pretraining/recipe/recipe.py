@@ -26,7 +26,7 @@ from pretraining.recipe.budget import (
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
 from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
-from pretraining.recipe.section import RECIPES, Section, check_folder_name
+from pretraining.recipe.section import RECIPES, TEXT, Section, check_folder_name, described
 from pretraining.recipe.sections import (
     Checkpoints,
     Evaluation,
@@ -41,42 +41,35 @@ from pretraining.recipe.training import DECAYING, Training, check_judged, check_
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
 from pretraining.schema import Wrong, display_path, problem, refuse_first
 
-_TEXT = {"type": "string", "minLength": 1}
-_MODULE = {
-    "type": "object",
-    "properties": {"module": _TEXT, "digest": {"type": "string"}},
-    "required": ["module"],
-}
+_MODULE = {"type": "object", "properties": {"module": TEXT, "digest": {"type": "string"}}}
+_MODULE |= {"required": ["module"], "additionalProperties": False}
 TOP_LEVEL = {
     "$schema": {"type": "string"},
-    "base": {
-        **_TEXT,
-        "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys "
-        "hold where this file says nothing. Lists and objects in a section replace the base's; so do a model with a "
-        "model_type, and published.",
-    },
-    "name": {
-        "type": "string",
-        "description": "Name of the run and of its folder runs/<name>; the file's name where left out.",
-    },
-    "description": {
-        "type": "string",
-        "description": "One or two sentences: what it is, where the values come from, what it should reach.",
-    },
-    "extensions": {
-        "type": "array",
-        "default": [],
-        "items": {"anyOf": [{**_MODULE, "additionalProperties": False}, _TEXT]},
-        "description": "Modules of your own with callbacks, metrics, losses, schedules, filters or models: paths from "
-        "this file, or names that can be imported. A run's recipe.json adds the digest of each.",
-    },
-    "deepspeed": {
-        "type": ["string", "null"],
-        "minLength": 1,
-        "default": None,
-        "description": "How to shard: a name from ds_configs/ (zero0 ... zero3, zero2_offload, ...), a path, or null "
-        "for none.",
-    },
+    "base": described(
+        "Another recipe, by name or by its path from this file, without a base of its own: its keys hold where this "
+        "file says nothing. Lists and objects in a section replace the base's; so do a model with a model_type, and "
+        "published.",
+        **TEXT,
+    ),
+    "name": described(
+        "Name of the run and of its folder runs/<name>; the file's name where left out.", type="string"
+    ),
+    "description": described(
+        "One or two sentences: what it is, where the values come from, what it should reach.", type="string"
+    ),
+    "extensions": described(
+        "Modules of your own with callbacks, metrics, losses, schedules, filters or models: paths from this file, or "
+        "names that can be imported. A run's recipe.json adds the digest of each.",
+        type="array",
+        default=[],
+        items={"anyOf": [_MODULE, TEXT]},
+    ),
+    "deepspeed": described(
+        "How to shard: a name from ds_configs/ (zero0 ... zero3, zero2_offload, ...), a path, or null for none.",
+        type=["string", "null"],
+        minLength=1,
+        default=None,
+    ),
 }
 """JSON Schema of the keys beside the sections."""
 KEYWORDS: dict[str, type[dict]] = {"model": Model, "training": Training}
@@ -173,10 +166,8 @@ class Recipe:
     @property
     def watched_keys(self) -> list[str]:
         """Keys for which attention is watched."""
-        watching = {
-            "optimizer.qk_clip": self.optimizer.qk_clip,
-            "monitors.activations_steps": self.monitors.activations_steps,
-        }
+        watching = {"optimizer.qk_clip": self.optimizer.qk_clip}
+        watching["monitors.activations_steps"] = self.monitors.activations_steps
         return [key for key, value in watching.items() if value is not None]
 
     @property
@@ -349,15 +340,14 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     `UserError` if ranks x micro-batch x length does not divide it, or a smaller step of the ramp; it names the nearest
     values that do. ds_config: may let several ranks work on the same samples (`ds_config.Degrees`).
     """
-    together = degrees_of(ds_config).ranks_per_sample
-    ranks, micro_batch, length = world_size // together, recipe.micro_batch, recipe.sequence_length
-    ranks_words = f"{ranks} ranks" if together == 1 else f"{ranks} groups of {together} ranks"
+    per_sample = degrees_of(ds_config).ranks_per_sample
+    ranks, micro_batch, length = world_size // per_sample, recipe.micro_batch, recipe.sequence_length
+    ranks_words = f"{ranks} ranks" if per_sample == 1 else f"{ranks} groups of {per_sample} ranks"
     tokens_at_once, where = ranks * micro_batch * length, display_path(recipe.path)
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
-        product = (
-            f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"
-        )
+        together = f"{ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"
+        product = f"{tokens_at_once} = {together}"
         multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
         per_rank = recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
@@ -435,7 +425,5 @@ def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> 
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
         yield "evaluation.task_steps", what
     if is_score and not evaluation.tasks and evaluation.hellaswag is None:
-        what = (
-            f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for evaluation.hellaswag"
-        )
-        yield "evaluation.metric", what
+        what = f"is {metric!r}, but nothing scores it"
+        yield "evaluation.metric", f"{what}: name evaluation.tasks, or data for evaluation.hellaswag"

@@ -234,10 +234,8 @@ def _check_compile(recipe: Recipe, ds_config: dict | None) -> Wrong:
             what = f"is deepcompile, and loss.kind {recipe.loss.kind} leaves the head out of its graph"
             yield key, f"{what}; --set loss.kind=plain"
         if keys := recipe.own_groups:
-            yield (
-                key,
-                f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto",
-            )
+            what = f"is deepcompile, which does not know the groups of {keys[0]}"
+            yield key, f"{what}; --set speed.compile=auto"
         return
     name, value, without = ("mode", mode, "null") if mode else ("backend", backend, "inductor")
     key, degrees = f"speed.compile_{name}", degrees_of(ds_config)
@@ -517,11 +515,9 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
             what = f"{words}: needs a multiple of {size} ranks, and {there}{remedy}"
             raise UserError(f"deepspeed {name}: {what}")
     if world_size % group:
-        what = (
-            f"zero_optimization.zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"
-        )
+        what = f"zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"
         remedy = "set it to the number of GPUs of a node, or use --deepspeed zero3"
-        raise UserError(f"deepspeed {name}: {what}; {remedy}")
+        raise UserError(f"deepspeed {name}: zero_optimization.{what}; {remedy}")
 
 
 CHECKS = (

@@ -58,6 +58,14 @@ def key(
     return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
+TEXT = {"type": "string", "minLength": 1}
+
+
+def described(text: str, **schema: Any) -> dict:
+    """Return the schema of a key that is no field of a section, in the words of JSON Schema, with its description."""
+    return {**schema, "description": text}
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(key, field))
 class Section:
     """One object of a recipe. Its docstring's first paragraph describes it."""
@@ -95,7 +103,9 @@ class Section:
     @classmethod
     def schema(cls, described: bool = False) -> dict:
         """described: with the texts beneath the fields, for which the source is read; checks do without."""
-        texts = _texts_beneath(cls) if described else {}
+        texts: dict[str, str] = {}
+        for each in reversed(cls.__mro__) if described else ():
+            texts |= texts_beneath(each) if issubclass(each, Section) else {}
         properties = {each.name: _field_schema(each, texts, described) for each in fields(cls)}
         required = [each.name for each in fields(cls) if each.default is each.default_factory is MISSING]
         schema = {"type": "object", "description": description_of(cls), "properties": properties}
@@ -123,17 +133,14 @@ def description_of(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
 
 
-def _texts_beneath(section: type[Section]) -> dict[str, str]:
-    """{name: text beneath the field, as one line}, of a class and of those that it inherits from."""
-    texts: dict[str, str] = {}
-    for each in reversed(section.__mro__):
-        if issubclass(each, Section):
-            whole = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
-            assert isinstance(whole, ast.ClassDef)
-            for pair in pairwise(whole.body):
-                match pair:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
-                        texts[name] = " ".join(text.split())
+def texts_beneath(kind: type) -> dict[str, str]:
+    """Return {name: text beneath the field, as one line} of the fields that the class itself has."""
+    whole, texts = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0], {}
+    assert isinstance(whole, ast.ClassDef)
+    for pair in pairwise(whole.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
     return texts
 
 

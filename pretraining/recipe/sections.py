@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
 from pretraining.recipe.optimizer import InitialRow
-from pretraining.recipe.section import RECIPES, Section, key
+from pretraining.recipe.section import RECIPES, TEXT, Section, described, key
 from pretraining.schema import Wrong
 
 
@@ -45,22 +45,17 @@ class Weights(Section):
     """Words of `keep_in_fp32`; what else it names are modules."""
 
     PUBLISHED: ClassVar[dict[str, dict]] = {
-        "from": {
-            "type": "string",
-            "minLength": 1,
-            "description": "Where the shape is: a name on the hub (org/model), a folder or a config.json, of which "
-            "nothing else is fetched; keys beside it replace those that are read.",
-        },
-        "revision": {
-            "type": "string",
-            "minLength": 1,
-            "description": "Branch, tag or commit of from; a run's recipe.json has the commit.",
-        },
-        "digest": {
-            "type": "string",
-            "pattern": "sha256:[0-9a-f]{64}",
-            "description": "Of the config.json, in a run's recipe.json, whose model is whole: from is not read again.",
-        },
+        "from": described(
+            "Where the shape is: a name on the hub (org/model), a folder or a config.json, of which nothing else is "
+            "fetched; keys beside it replace those that are read.",
+            **TEXT,
+        ),
+        "revision": described("Branch, tag or commit of from; a run's recipe.json has the commit.", **TEXT),
+        "digest": described(
+            "Of the config.json, in a run's recipe.json, whose model is whole: from is not read again.",
+            type="string",
+            pattern="sha256:[0-9a-f]{64}",
+        ),
     }
     """Schemas of the keys of `model` that say where its shape comes from; `from` cannot be the name of a field."""
 

@@ -1,14 +1,11 @@
 """The ds_config schema from the installed DeepSpeed: its pydantic models, defaults and removed keys."""
 
-import ast
-import inspect
-import itertools
-import textwrap
 import typing
 
-from schema_generator.from_types import SCALARS, described, first_sentence, object_schema, type_schema
+from schema_generator.from_types import described, first_sentence, object_schema, type_schema
 
 from pretraining.ds_config import DS_CONFIG_KEYS, SHARED_KEYS
+from pretraining.recipe.section import JSON_TYPES, texts_beneath
 
 # The three keys that the Trainer fills from the hidden size when they say "auto".
 AUTO_KEYS = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
@@ -31,19 +28,9 @@ LARGEST_BUCKET = 2**33
 """Elements: more of them fit no GPU."""
 
 
-def field_docstrings(model_class: type) -> dict[str, str | None]:
-    """name -> first sentence of the string beneath each field of a pydantic model."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(model_class))).body[0].body
-    sentences = {}
-    for node, after in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-            sentences[node.target.id] = first_sentence(getattr(after.value, "value", None))
-    return sentences
-
-
 def pydantic_schema(model_class: type) -> dict:
     """The schema of a DeepSpeed configuration model; its deprecated keys are listed under `removed`."""
-    documented = field_docstrings(model_class)
+    documented = texts_beneath(model_class)
     properties, removed = {}, {}
     for name, field in model_class.model_fields.items():
         key, extra = field.alias or name, field.json_schema_extra or {}
@@ -55,7 +42,7 @@ def pydantic_schema(model_class: type) -> dict:
             schema = {**schema, "minimum": 1, "maximum": LARGEST_BUCKET}
         if key in AUTO_KEYS:
             schema = {"anyOf": [{"const": "auto"}, schema]}
-        properties[key] = described(schema, documented.get(name), field.default)
+        properties[key] = described(schema, first_sentence(documented.get(name)), field.default)
     schema = object_schema(properties)
     return {**schema, "removed": removed} if removed else schema
 
@@ -78,7 +65,7 @@ def block_schema(defaults: dict, **types_of_none: str) -> dict:
     """The schema of a DeepSpeed block that has no pydantic model, from its default values."""
     properties = {}
     for key, default in defaults.items():
-        names = [types_of_none[key], "null"] if default is None else SCALARS[type(default)]
+        names = [types_of_none[key], "null"] if default is None else JSON_TYPES[type(default)]
         properties[key] = {"type": names, "default": default}
     return object_schema(properties)
 
@@ -92,7 +79,6 @@ def precision_schema(model_class: type) -> dict:
 
 
 def degree_schema(description: str) -> dict:
-    """A number of ranks."""
     return {"type": "integer", "minimum": 1, "default": 1, "description": description}
 
 

@@ -94,9 +94,8 @@ def _takes_old_rope(model_type: str) -> bool:
     for old in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}):
         try:
             theirs = AutoConfig.for_model(model_type, **deepcopy(old)).rope_parameters
-            ours = AutoConfig.for_model(
-                model_type, **with_rope_parameters(deepcopy(old), OLD_ROPE)
-            ).rope_parameters
+            new = with_rope_parameters(deepcopy(old), OLD_ROPE)
+            ours = AutoConfig.for_model(model_type, **new).rope_parameters
         except Exception:  # each class has its own for what it cannot take
             return False
         if not theirs or {key: theirs[key] for key in theirs if key != "type"} != ours:
@@ -118,12 +117,8 @@ def left_out(model_types: list[str]) -> dict:
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     nothing = [each for each in fields if each.name in inherited or UNUSED.fullmatch(each.name)]
     # `PreTrainedConfig.__post_init__` takes these out of what it is given
-    dropped = (
-        "torch_dtype",
-        "name_or_path",
-        "num_labels",
-        *GenerationConfig._get_default_generation_params(),
-    )
+    dropped = ["torch_dtype", "name_or_path", "num_labels"]
+    dropped += GenerationConfig._get_default_generation_params()
     return dict(sorted({**dict.fromkeys(dropped), **{each.name: each.default for each in nothing}}.items()))
 
 
@@ -189,8 +184,7 @@ def properties_of_type(model_type: str, required: Iterable[str], texts: Mapping[
         properties[field.name] = bounded(field.name, schema)
     for name in required:
         # beyond any model: what a slip of the keyboard writes, and no plan can be made of
-        most = MOST_LAYERS if "layer" in name else MOST_OTHERS
-        properties[name] |= {"minimum": 1, "maximum": most}
+        properties[name] |= {"minimum": 1, "maximum": MOST_LAYERS if "layer" in name else MOST_OTHERS}
     return properties
 
 

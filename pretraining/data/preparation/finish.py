@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arriving import ARRIVED_NAME, from_origin
+from pretraining.data.arriving import ARRIVED_NAME, ORIGIN
 from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
 from pretraining.data.corpus import summed_skips
 from pretraining.data.manifest import (
@@ -130,7 +130,7 @@ def keep_arrived(preparation: Preparation) -> None:
     ]
     dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size).name
     manifest = {
-        **_identity(preparation, from_origin(preparation.origin)),
+        **_identity(preparation, f"{ORIGIN}{preparation.origin}"),
         "tokenizer_folder": str(preparation.tokenize.tokenizer.output),
         "splits": {"train": summed_entry(train, dtype), "validation": summed_entry(validation, dtype)},
     }

@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,14 +37,9 @@ class Patience:
     reading data. speaker: begins the line about a slow store.
     """
 
-    seconds: float = PATIENCE_SECONDS
+    seconds: float = field(default_factory=lambda: float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
     refused: "Callable[[Exception, str], UserError | None] | None" = None
     speaker: str = "data"
-
-    @classmethod
-    def here(cls) -> "Patience":
-        """Take the seconds of the environment variable, else the default."""
-        return cls(float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
 
     def ask(self, request: Callable[[], Answer], what: str) -> Answer:
         """Repeat `request` until it answers; UserError if waiting cannot help, or after too long a wait."""
@@ -65,11 +60,9 @@ class Patience:
                 waited = time.monotonic() - start
                 # No last sleep that would end after the limit.
                 if waited + delay > self.seconds:
-                    raise UserError(
-                        f"{what}: the store does not answer ({reason_of(error)}), tried for {waited:.0f} s; start "
-                        f"the same command again when it does, or wait longer: {PATIENCE_VARIABLE}",
-                        on_every_rank=False,
-                    ) from error
+                    fault = f"the store does not answer ({reason_of(error)}), tried for {waited:.0f} s"
+                    remedy = f"start the same command again when it does, or wait longer: {PATIENCE_VARIABLE}"
+                    raise UserError(f"{what}: {fault}; {remedy}", on_every_rank=False) from error
                 # Once a request: a log needs no line for each try.
                 if waited > REPORTED_AFTER_SECONDS and not reported:
                     slow = f"slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
@@ -111,7 +104,7 @@ class Store:
     """The remedy for an address that fsspec does not understand."""
 
     def __init__(self, address: str, patience: Patience | None = None):
-        self.address, self.patience = address, patience or Patience.here()
+        self.address, self.patience = address, patience or Patience()
         self._connection = None
         self._connected_by = None
 
@@ -129,14 +122,15 @@ class Store:
     def where(self, path: str) -> str:
         return f"{self.address}/{path}"
 
-    def _whole(self, path: str) -> bytes:
-        if self.folder is not None:
-            return read_bytes(self.folder / path)
-        return self._filesystem().cat_file(self.where(path))
-
     def read(self, path: str) -> bytes:
         """Read a small file whole. UserError if it is not there or may not be read."""
-        return self.patience.ask(lambda: self._whole(path), self.where(path))
+
+        def whole() -> bytes:
+            if self.folder is not None:
+                return read_bytes(self.folder / path)
+            return self._filesystem().cat_file(self.where(path))
+
+        return self.patience.ask(whole, self.where(path))
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes [start, stop) of a file."""
