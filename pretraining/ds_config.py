@@ -10,15 +10,12 @@ from pretraining.runtime.installation import REPOSITORY
 from pretraining.schema import Wrong, check, display_path, read_json, refuse_first
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
-_OPTIMIZER = (
-    "the recipe's training section owns the optimizer and its schedule; "
-    "an optimizer block here would also put weight decay on norms and biases"
-)
 _MONITOR = "the recipe's training.report_to chooses the trackers"
 
 DS_CONFIG_KEYS = {
     "torch_autocast": "the recipe's training.bf16 decides the precision; at stage 0 it is autocast by itself",
-    "optimizer": _OPTIMIZER,
+    "optimizer": "the recipe's training section owns the optimizer and its schedule; an optimizer block here would "
+    "also put weight decay on norms and biases",
     "scheduler": "the recipe's training section owns the schedule (lr_scheduler_type, warmup_steps)",
     "tensorboard": _MONITOR,
     "wandb": _MONITOR,

@@ -294,8 +294,7 @@ def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
 
 
 def all_of(extensions: Iterable[Extension], kind: str) -> dict[str, Any]:
-    places = {name: extension for extension in extensions for name in extension.defines.get(kind, ())}
-    return {name: _thing(kind, name, extension) for name, extension in places.items()}
+    return {name: _thing(kind, name, each) for each in extensions for name in each.defines.get(kind, ())}
 
 
 def named(kind: str, name: str) -> Any:

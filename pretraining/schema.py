@@ -429,8 +429,7 @@ def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
         pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(there, here))]
     else:
         return [] if there == here else [Difference(key, there, here)]
-    inner = [differences(one, other, _below(key, name)) for name, one, other in pairs]
-    return [difference for group in inner for difference in group]
+    return [each for name, one, other in pairs for each in differences(one, other, _below(key, name))]
 
 
 def listed(texts: Sequence, between: str = "; ") -> str:

@@ -70,12 +70,6 @@ TRAINING_BOUNDS = {
     "neftune_noise_alpha": POSITIVE,
 }
 
-# Choices that need a key which a recipe may not hold.
-REFUSED_CHOICES = {"save_strategy": "best"}
-
-# One project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key.
-PROJECT = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
-
 
 def training_schema() -> dict:
     """Every TrainingArguments field but those that TRAINING_KEYS gives to another owner."""
@@ -98,8 +92,7 @@ def training_schema() -> dict:
             properties[name] = described(schema, first_sentence(field.metadata.get("help")), field.default)
     for name, bounds in TRAINING_BOUNDS.items():
         properties[name] |= bounds
-    for name, choice in REFUSED_CHOICES.items():
-        properties[name]["enum"].remove(choice)
+    properties["save_strategy"]["enum"].remove("best")  # it needs a key which a recipe may not hold
     # an extension may define another one; `check_schedule` says what is wrong with any other name
     schedules = properties["lr_scheduler_type"].pop("enum")
     properties["lr_scheduler_type"]["anyOf"] = [{"enum": [*schedules, PIECEWISE]}, {"type": "string"}]
@@ -111,7 +104,9 @@ def training_schema() -> dict:
     trackers, report = sorted([*INTEGRATION_TO_CALLBACK, *OPERATIONS]), properties["report_to"]
     report["anyOf"] = [{"type": "array", "items": {"enum": trackers}}, {"enum": ["none", *trackers]}]
     del report["type"], report["items"]
-    properties["project"] |= PROJECT
+    # one project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key
+    project = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
+    properties["project"] |= project
     what = "TrainingArguments' keyword arguments, verbatim."
     return object_schema(properties, ["per_device_train_batch_size", "learning_rate"], description=what)
 

@@ -60,7 +60,6 @@ class _Packing:
         self._windows: dict[int, _Window] = {}
 
     def _stretches_of(self, window: _Window, number: int) -> list[Stretch]:
-        """Return the stretches of block `number` of the window."""
         parts = slice(*window.firsts[number : number + 2])
         return list(zip(window.starts[parts].tolist(), window.stops[parts].tolist(), strict=True))
 

@@ -125,7 +125,6 @@ class TokenSplit:
         self._check_shards()
 
     def _take(self, entry: dict) -> None:
-        """Be the stream of these shards."""
         self._entry = entry
         self.cropped: dict[int, Any] = {}
         """By sequence length, once it was asked for (`Cropped.of`)."""

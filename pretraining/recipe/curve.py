@@ -67,7 +67,6 @@ class Change(NamedTuple):
         return self.key in allowed or self.key.partition(".")[0] in allowed
 
     def accepted_at(self, step: int) -> dict:
-        """Return what a run keeps of it."""
         return {"step": step, "key": self.key, "from": self.earlier, "to": self.now}
 
     def __str__(self) -> str:

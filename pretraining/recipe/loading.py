@@ -26,7 +26,6 @@ from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.runtime.installation import as_typed
 from pretraining.schema import check, display_path, load_json, problem, read_json, refuse_first
 
-NO_DEEPSPEED = ("null", "none")
 OTHER_NAMES = {
     "name": "experiment_name exp_name wandb_name wandb_run_name",
     "deepspeed": "zero zero_stage zero_optimization",
@@ -135,7 +134,7 @@ def recipe_of(
     others = [each for each in overrides if each not in of_shape]
     values = _apply_overrides(check(values, recipe_schema(), where), others, notes)
     if deepspeed is not None:
-        values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
+        values["deepspeed"] = None if deepspeed in ("null", "none") else deepspeed
     where += f" with --set {' '.join(overrides)}" if overrides else ""
     recipe = _built(values, path, where, tuple(overrides))
     if limit_tokens is not None:

@@ -13,30 +13,12 @@ from pathlib import Path
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined, model_extension
-from pretraining.recipe.budget import (
-    RAMP,
-    SCHEDULE_KEYS,
-    STEP_SIZE,
-    Budget,
-    Progress,
-    Resize,
-    StepSizes,
-    nearest_multiples,
-)
+from pretraining.recipe import sections
+from pretraining.recipe.budget import Budget, Progress, StepSizes, kept_resizes, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
 from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
 from pretraining.recipe.section import RECIPES, TEXT, Section, check_folder_name, described
-from pretraining.recipe.sections import (
-    Checkpoints,
-    Evaluation,
-    Loss,
-    Monitors,
-    Published,
-    Report,
-    Speed,
-    Weights,
-)
 from pretraining.recipe.training import DECAYING, Training, check_judged, check_schedule
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
 from pretraining.schema import Wrong, display_path, problem, refuse_first
@@ -89,18 +71,18 @@ class Recipe:
     data: Data
     budget: Budget
     training: Training
-    loss: Loss
+    loss: sections.Loss
     optimizer: Optimizer
     mup: Mup
-    speed: Speed
+    speed: sections.Speed
     deepspeed: str | None
     """Name or path of a ds_config, or None for no DeepSpeed."""
-    checkpoints: Checkpoints
-    monitors: Monitors
-    evaluation: Evaluation
-    report: Report
-    published: Published = field(default_factory=Published)
-    weights: Weights = field(default_factory=Weights)
+    checkpoints: sections.Checkpoints
+    monitors: sections.Monitors
+    evaluation: sections.Evaluation
+    report: sections.Report
+    published: sections.Published = field(default_factory=sections.Published)
+    weights: sections.Weights = field(default_factory=sections.Weights)
     """The keys of `model` that are ours: what it begins with, what of it is trained."""
     origin: dict = field(default_factory=dict)
     """Where the model's shape was read: `from`, `revision` and `digest`; empty if the recipe states it."""
@@ -142,17 +124,10 @@ class Recipe:
     def progress(self, step: int = 0, tokens: int = 0, changes: Sequence[dict] = ()) -> Progress:
         """Where a run is that begins, or goes on, after `step` steps and `tokens` tokens.
 
-        changes: what the run has accepted on the way, in order: {"step", "key", "from", "to"} each. Those of the step's
-        size are kept through which a schedule that counts steps keeps its place. A schedule that was itself changed
-        counts the steps as they are from there on. So does one that met a change while the size rose by a ramp.
+        changes: what the run has accepted on the way, in order: {"step", "key", "from", "to"} each.
         """
-        sizes, resizes = self.step_sizes, []
-        if not any(change["key"] == RAMP for change in changes):
-            renewed = [change["step"] for change in changes if change["key"] in SCHEDULE_KEYS]
-            first = max(max(renewed, default=-1) + 1, sizes.ramp_steps)
-            kept = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
-            resizes = [Resize(change["step"], change["from"], change["to"]) for change in kept]
-        return Progress(sizes, self.sequence_length, self.budget.tokens, step, tokens, tuple(resizes))
+        resizes = kept_resizes(changes, self.step_sizes)
+        return Progress(self.step_sizes, self.sequence_length, self.budget.tokens, step, tokens, resizes)
 
     @property
     def own_groups(self) -> list[str]:
@@ -171,7 +146,7 @@ class Recipe:
         return [key for key, value in watching.items() if value is not None]
 
     @property
-    def resolved_loss(self) -> Loss:
+    def resolved_loss(self) -> sections.Loss:
         """The section `loss` with the way that `auto` takes: plain, chunked or fused."""
         if self.loss.function is not None:
             return replace(self.loss, kind="plain")
@@ -390,7 +365,7 @@ def check_documents(data: Data, model: Model) -> Wrong:
         yield "model.attn_implementation", what
 
 
-def check_loss(loss: Loss, model: Model) -> Wrong:
+def check_loss(loss: sections.Loss, model: Model) -> Wrong:
     """The logits are a product that can be fused with their loss, and the routers' are there, if that is wanted."""
     if loss.kind == "fused" and (reason := why_not(model, "fused")):
         yield "loss.kind", f"is fused: {reason}; use chunked"
@@ -405,7 +380,7 @@ def check_loss(loss: Loss, model: Model) -> Wrong:
         yield "loss.router_z_loss", f"{what}; set it, or leave router_z_loss out"
 
 
-def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> Wrong:
+def check_metric(evaluation: sections.Evaluation, data: Data, metrics: Sequence[str]) -> Wrong:
     """What evaluation.metric names is measured by every validation. metrics: those of extensions."""
     metric, task_steps = evaluation.metric, evaluation.task_steps
     # scores are <task>/<metric>

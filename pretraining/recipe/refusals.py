@@ -39,9 +39,6 @@ from pretraining.recipe.recipe import check_documents, check_loss
 from pretraining.recipe.training import ADAMW, DECAYING, DEFAULT_OPTIM, ELEMENTWISE, SCHEDULE_FREE
 from pretraining.schema import Wrong, display_path, refuse_first
 
-SOME_BLOCKS = 8192
-"""Blocks of a window that an error suggests."""
-
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
@@ -105,7 +102,7 @@ def _needs_the_whole_text(recipe: Recipe) -> Wrong:
     data, option, first = recipe.data, "--while_preparing", "or run data_prep.py before train.py"
     if data.shuffle_blocks is None:
         what = f"is missing: {option} reads the text in windows of blocks as they are prepared"
-        yield "data.shuffle_blocks", f"{what}; --set data.shuffle_blocks={SOME_BLOCKS}, {first}"
+        yield "data.shuffle_blocks", f"{what}; --set data.shuffle_blocks=8192, {first}"
     if data.packing == "cropped":
         what = f"is cropped, whose blocks are counted over all of the text first, which {option} cannot"
         yield "data.packing", f"{what}; take best_fit, {first}"

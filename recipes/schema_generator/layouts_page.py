@@ -86,11 +86,6 @@ FEATURES = {
 """{row: values over `tiny` with a Llama shape}"""
 GPU = "H100"
 LENGTH = 131_072
-LONG = (
-    f"model.max_position_embeddings={LENGTH}",
-    "training.activation_checkpointing=true",
-    "training.per_device_eval_batch_size=1",
-)
 
 
 class Case(NamedTuple):
@@ -138,7 +133,7 @@ CASES = (
             "zero3:sequence=4": "longer sequences, or less recomputation, are planned",
             "zero3:sequence=8": "the longest sequences",
         },
-        LONG,
+        (f"model.max_position_embeddings={LENGTH}", RECOMPUTED, "training.per_device_eval_batch_size=1"),
     ),
     Case(
         f"`moe-30b-a3b`, 8 {GPU}",
