@@ -28,22 +28,14 @@ if TYPE_CHECKING:
     from pretraining.recipe import Recipe
     from pretraining.recipe.sections import RepeatedNgrams
 
-_SAMPLED_ONE_IN = 16
-"""The first look takes one of this many tokens."""
-
-_PERIODS_IN_BLOCK = 8
-"""A period is short if it fits at least this many times into the block."""
-
+_SAMPLED_ONE_IN = 16  # the first look takes one of this many tokens
+_PERIODS_IN_BLOCK = 8  # a period is short if it fits at least this many times into the block
 
 # Which blocks are flagged.
-DOMINANT_SHARE = 0.6
-"""Share of the tokens that are the same one."""
-DISTINCT_SHARE = 1 / 96
-"""Fewer distinct tokens for each token; at least three are asked for in any block."""
-REPEATED_SHARE = 0.9
-"""Share of the tokens that equal the token one period before."""
-UNDECODABLE_SHARE = 0.05
-"""Share of the characters that are U+FFFD."""
+DOMINANT_SHARE = 0.6  # of the tokens that are the same one
+DISTINCT_SHARE = 1 / 96  # fewer distinct tokens for each token; at least three are asked for in any block
+REPEATED_SHARE = 0.9  # of the tokens that equal the token one period before
+UNDECODABLE_SHARE = 0.05  # of the characters that are U+FFFD
 
 
 def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":

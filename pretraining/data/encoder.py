@@ -246,11 +246,8 @@ def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarra
 
 # Strings on which tokenizers that claim to agree have been seen to differ.
 
-_STRIDE = 61
-"""Looks at every 61st code point: 18,000 of them, some of every large category."""
-
+_STRIDE = 61  # looks at every 61st code point: 18,000 of them, some of every large category
 _PER_CATEGORY = 12
-
 _SURROUNDINGS = ('"{0}"', "a{0}b {0} 1{0}", ' "{0}"),\n{0}{0}')
 
 _WRITTEN_OUT = (

@@ -21,11 +21,8 @@ DEFAULT_MAX_EPOCHS = 1
 _ROUNDING_SLACK = Fraction(1, 500)
 """How far shares rounded to the grid may pass a limit that the shares as written keep."""
 
-_ALIKE = 0.02
-"""Two mixtures are alike if the shares of every source differ by less than this."""
-
-_MOST_NAMED = 3
-"""The number of sources that a note names: those that differ most."""
+_ALIKE = 0.02  # two mixtures are alike if the shares of every source differ by less than this
+_MOST_NAMED = 3  # sources that a note names: those that differ most
 
 
 class SourceMixture(NamedTuple):

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
     from pretraining.recipe import Recipe
 
-_COUNTED_BLOCKS = 32
-"""Blocks whose windows are counted when a run starts."""
+_COUNTED_BLOCKS = 32  # whose windows are counted when a run starts
 
 
 @dataclass(eq=False, repr=False)

@@ -52,8 +52,7 @@ BUFFER_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30
 """Bytes. A longer line would fill the memory, and no document of a corpus is that long."""
 
-_PARQUET_ROWS = 256
-"""Rows of a .parquet file decoded at once."""
+_PARQUET_ROWS = 256  # decoded at once
 
 
 @dataclass(frozen=True)
