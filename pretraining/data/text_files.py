@@ -34,12 +34,11 @@ EXPANSION = 3
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 READABLE_SUFFIXES = (".txt", *ROW_SUFFIXES, *WARC_SUFFIXES)
 
+_PACKED = ("", ".gz", ".zst")
 SUFFIXES_OF = {
     None: READABLE_SUFFIXES,
-    "lines": tuple(f".txt{packed}" for packed in ("", ".gz", ".zst")),
-    "fasta": tuple(
-        f".{name}{packed}" for name in ("fasta", "fa", "faa", "fna", "ffn") for packed in ("", ".gz", ".zst")
-    ),
+    "lines": tuple(f".txt{packed}" for packed in _PACKED),
+    "fasta": tuple(f".{name}{packed}" for name in ("fasta", "fa", "faa", "fna", "ffn") for packed in _PACKED),
 }
 """By the `format` of a source."""
 

@@ -96,11 +96,8 @@ class InitialRow(SomeParameters):
 
     def deviation(self, layers: int, outputs: int, inputs: int) -> float:
         """Return std divided by what `over` names, for a matrix of these sides."""
-        divisors = {
-            "layers": math.sqrt(2 * layers),
-            "inputs": math.sqrt(inputs),
-            "spectral": math.sqrt(inputs * max(1.0, inputs / outputs)),
-        }
+        spectral = math.sqrt(inputs * max(1.0, inputs / outputs))
+        divisors = {"layers": math.sqrt(2 * layers), "inputs": math.sqrt(inputs), "spectral": spectral}
         return self.std / divisors.get(self.over or "", 1.0)
 
 

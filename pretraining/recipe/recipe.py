@@ -23,7 +23,7 @@ from pretraining.recipe.training import DECAYING, Training, check_judged, check_
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
 from pretraining.schema import Wrong, display_path, problem, refuse_first
 
-_MODULE = {"type": "object", "properties": {"module": TEXT, "digest": {"type": "string"}}}
+_MODULE: dict = {"type": "object", "properties": {"module": TEXT, "digest": {"type": "string"}}}
 _MODULE |= {"required": ["module"], "additionalProperties": False}
 TOP_LEVEL = {
     "$schema": {"type": "string"},

@@ -93,6 +93,7 @@ def ds_config_blocks() -> dict:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     dtype, off = {"enum": ["fp32", "bf16", "fp16", None]}, {"type": "boolean", "default": False}
+    dtypes = {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
     names = ("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed")
     profiled = {name: getattr(profiler, f"FLOPS_PROFILER_{name.upper()}_DEFAULT") for name in names}
     # loading a universal checkpoint is the resume's to decide
@@ -105,20 +106,15 @@ def ds_config_blocks() -> dict:
     }
     # AutoTP: its size, and the rules for layers of a model that it does not know
     split = "Ranks that split each layer's matrices, embedding and head; they are neighbours."
-    tensor = {
-        "autotp_size": degree_schema(split),
-        "tp_overlap_comm": off,
-        "partition_config": {"type": ["object", "null"], "default": None},
-    }
+    rules = {"type": ["object", "null"], "default": None}
+    tensor = {"autotp_size": degree_schema(split), "tp_overlap_comm": off, "partition_config": rules}
     # AutoEP: its size. The model's own experts compute.
     size = degree_schema("Ranks that split the experts of each mixture layer.")
     return {
         "zero_optimization": {**pydantic_schema(DeepSpeedZeroConfig), "required": ["stage"]},
         "bf16": precision_schema(DeepSpeedBF16Config),
         "fp16": precision_schema(DeepSpeedFP16Config),
-        "data_types": object_schema(
-            {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
-        ),
+        "data_types": object_schema(dtypes),
         "activation_checkpointing": block_schema(ACT_CHKPT_DEFAULT, number_checkpoints="integer"),
         "aio": block_schema(AIO_DEFAULT_DICT),
         "comms_logger": pydantic_schema(CommsLoggerConfig),

@@ -72,8 +72,5 @@ def described(schema: dict, description: str | None, default=dataclasses.MISSING
     """`schema` with a description, and the default where JSON can write it."""
     default = default.value if isinstance(default, enum.Enum) else default
     plain = default is None or isinstance(default, int | float | str | bool | list)
-    return {
-        **schema,
-        **({"description": description} if description else {}),
-        **({"default": default} if plain else {}),
-    }
+    text = {"description": description} if description else {}
+    return {**schema, **text, **({"default": default} if plain else {})}

@@ -33,8 +33,8 @@ Answer = TypeVar("Answer")
 class Patience:
     """How long one request to a store is repeated before the run gives up, in seconds.
 
-    refused(error, what): returns the `UserError` for an answer that asking again will not change, by default that of
-    reading data. speaker: begins the line about a slow store.
+    seconds: by default those of the environment variable. refused(error, what): returns the `UserError` for an answer
+    that asking again will not change, by default that of reading data. speaker: begins the line about a slow store.
     """
 
     seconds: float = field(default_factory=lambda: float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
