@@ -122,15 +122,14 @@ class Store:
     def where(self, path: str) -> str:
         return f"{self.address}/{path}"
 
+    def _whole(self, path: str) -> bytes:
+        if self.folder is not None:
+            return read_bytes(self.folder / path)
+        return self._filesystem().cat_file(self.where(path))
+
     def read(self, path: str) -> bytes:
         """Read a small file whole. UserError if it is not there or may not be read."""
-
-        def whole() -> bytes:
-            if self.folder is not None:
-                return read_bytes(self.folder / path)
-            return self._filesystem().cat_file(self.where(path))
-
-        return self.patience.ask(whole, self.where(path))
+        return self.patience.ask(lambda: self._whole(path), self.where(path))
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes [start, stop) of a file."""
