@@ -83,8 +83,8 @@ class Section:
     @classmethod
     def of(cls, values: Mapping) -> Self:
         """The section of a checked JSON object; what it leaves out has its default."""
-        inner = _inner_sections(cls)
-        section = cls(**{name: _built(inner.get(name), value) for name, value in values.items()})
+        hints = {each.name: each.type for each in fields(cls)}
+        section = cls(**{name: _built(hints.get(name), value) for name, value in values.items()})
         if cls.keeps_what_is_written:
             # the dataclass is frozen; the name is no field
             object.__setattr__(section, "_written", frozenset(values))
@@ -144,25 +144,15 @@ def texts_beneath(kind: type) -> dict[str, str]:
     return texts
 
 
-@cache
-def _inner_sections(section: type[Section]) -> dict[str, type[Section]]:
-    """{name: class} of the keys that hold sections, or lists of them."""
-    inner = {}
-    for each in fields(section):
-        hints = [each.type, *get_args(each.type)]
-        hints += [part for hint in get_args(each.type) for part in get_args(hint)]
-        for hint in hints:
-            if isinstance(hint, type) and issubclass(hint, Section):
-                inner[each.name] = hint
-    return inner
-
-
-def _built(section: type[Section] | None, value: Any) -> Any:
-    if section is None:
-        return value
+def _built(hint: Any, value: Any) -> Any:
+    """Make a section, or a list of them, of the value of a key that has this type; any other value stays as it is."""
     if isinstance(value, list):
-        return [_built(section, item) for item in value]
-    return section.of(value) if isinstance(value, Mapping) else value
+        return [_built(hint, item) for item in value]
+    kinds = [hint, *get_args(hint), *(part for each in get_args(hint) for part in get_args(each))]
+    for kind in kinds if isinstance(value, Mapping) else ():
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind.of(value)
+    return value
 
 
 def _plain(value: Any) -> Any:
