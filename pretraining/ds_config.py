@@ -10,15 +10,12 @@ from pretraining.runtime.installation import REPOSITORY
 from pretraining.schema import Wrong, check, display_path, read_json, refuse_first
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
-_OPTIMIZER = (
-    "the recipe's training section owns the optimizer and its schedule; "
-    "an optimizer block here would also put weight decay on norms and biases"
-)
 _MONITOR = "the recipe's training.report_to chooses the trackers"
 
 DS_CONFIG_KEYS = {
     "torch_autocast": "the recipe's training.bf16 decides the precision; at stage 0 it is autocast by itself",
-    "optimizer": _OPTIMIZER,
+    "optimizer": "the recipe's training section owns the optimizer and its schedule; an optimizer block here would "
+    "also put weight decay on norms and biases",
     "scheduler": "the recipe's training section owns the schedule (lr_scheduler_type, warmup_steps)",
     "tensorboard": _MONITOR,
     "wandb": _MONITOR,
@@ -33,12 +30,12 @@ DS_CONFIG_KEYS = {
 """Keys that a ds_config may not hold, each with the key or section that decides instead."""
 
 # Both the recipe and DeepSpeed know these: they must say "auto".
-SHARED_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
+SHARED_KEYS = {
+    "train_batch_size": "derived from the budget",
+    "train_micro_batch_size_per_gpu": "the recipe's training.per_device_train_batch_size",
+    "gradient_accumulation_steps": "derived from the budget",
+    "gradient_clipping": "the recipe's training.max_grad_norm",
+}
 BY_RECIPE = "the recipe decides it"
 _FP32_MASTERS = "checkpoints, plans and the curve count on master weights and optimizer states in fp32"
 SUPPORTED_VALUES = {
@@ -134,10 +131,8 @@ def load_ds_config(name_or_path: str) -> dict:
     # schema.json is in the same folder and is no ds_config
     elif name_or_path == "schema" or not path.is_file():
         names = ds_config_names()
-        raise UserError(
-            f"deepspeed {name_or_path}: no such ds_config{nearest(name_or_path, names)}; "
-            f"there are: {', '.join(names)} (or give a path that ends in .json)"
-        )
+        there = f"there are: {', '.join(names)} (or give a path that ends in .json)"
+        raise UserError(f"deepspeed {name_or_path}: no such ds_config{nearest(name_or_path, names)}; {there}")
     where, schema = display_path(path), ds_config_schema()
     config = read_json(path)
     for text in filter(None, degrees.split(",")):

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pretraining.errors import USER_CODE, UserError, fault_in_user_code, nearest, require
+from pretraining.runtime.durable_files import replacing_folder
 from pretraining.runtime.installation import REPOSITORY
 from pretraining.schema import Wrong, display_path, problem, read_json
 
@@ -293,8 +294,7 @@ def load_pretrained(kind: str, place: str | Path, **settings: Any) -> Any:
 
 
 def all_of(extensions: Iterable[Extension], kind: str) -> dict[str, Any]:
-    places = {name: extension for extension in extensions for name in extension.defines.get(kind, ())}
-    return {name: _thing(kind, name, extension) for name, extension in places.items()}
+    return {name: _thing(kind, name, each) for each in extensions for name in each.defines.get(kind, ())}
 
 
 def named(kind: str, name: str) -> Any:
@@ -381,15 +381,14 @@ def check_model_keys(model: dict, config_class: type) -> None:
 def copy_extensions(extensions: Iterable[Extension], run_folder: Path) -> None:
     """Put the files into a run folder, where `to_dict` says that they are. Installed modules stay where they are."""
     files = [extension.path for extension in extensions if extension.is_file]
-    folder, partial = run_folder / FOLDER, run_folder / f"{FOLDER}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    for path in files:
-        partial.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            shutil.copytree(path, partial / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copyfile(path, partial / path.name)
-    # after the copies: a run that is started from its own folder reads them there
-    shutil.rmtree(folder, ignore_errors=True)
-    if files:
-        partial.rename(folder)
+    if not files:
+        shutil.rmtree(run_folder / FOLDER, ignore_errors=True)
+        return
+    # replaced after the copies: a run that is started from its own folder reads them there
+    with replacing_folder(run_folder / FOLDER) as partial:
+        partial.mkdir(parents=True)
+        for path in files:
+            if path.is_dir():
+                shutil.copytree(path, partial / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copyfile(path, partial / path.name)

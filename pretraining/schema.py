@@ -5,7 +5,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from itertools import zip_longest
@@ -121,11 +121,9 @@ def check(value: Any, schema: dict, where: str, key: str = "", root: dict | None
     if isinstance(value, dict):
         value = _check_object(value, schema, where, key, root)
     if isinstance(value, list) and "items" in schema:
-        right = _is_right(schema["items"])
-        value = [
-            item if right(item) else check(item, schema["items"], where, f"{key}.{i}", root)
-            for i, item in enumerate(value)
-        ]
+        inner, right = schema["items"], _is_right(schema["items"])
+        items = enumerate(value)
+        value = [each if right(each) else check(each, inner, where, f"{key}.{i}", root) for i, each in items]
     return value
 
 
@@ -240,10 +238,8 @@ def _quote_hint(value: Any, names: list[str]) -> str:
 def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -> dict:
     properties, names = schema.get("properties", {}), schema.get("propertyNames", {})
     others = schema.get("additionalProperties", {})
-    patterns = [
-        (re.compile(pattern).fullmatch, _is_right(inner), inner)
-        for pattern, inner in schema.get("patternProperties", {}).items()
-    ]
+    of_patterns = schema.get("patternProperties", {}).items()
+    patterns = [(re.compile(pattern).fullmatch, _is_right(inner), inner) for pattern, inner in of_patterns]
 
     def fitting(name: str) -> tuple | None:
         return next((each for each in patterns if each[0](name)), None)
@@ -255,7 +251,7 @@ def _check_object(value: dict, schema: dict, where: str, key: str, root: dict) -
             raise problem(where, _below(key, unknown[0]), f"unknown key{hints[unknown[0]]}")
         # all valid keys at every one of them would be too much
         named = [
-            f"{name!r} ({hint[2:]})" if "did you" in hint else repr(name) for name, hint in hints.items()
+            f"{each!r} ({hint[2:]})" if "did you" in hint else repr(each) for each, hint in hints.items()
         ]
         more = f", and {len(unknown) - MOST_UNKNOWN} more" if len(unknown) > MOST_UNKNOWN else ""
         raise problem(where, key, f"{len(unknown)} unknown keys: {', '.join(named)}{more}")
@@ -360,9 +356,8 @@ def _valid_keys(name: str, properties: dict, key: str, root: dict) -> str:
     # names of other frameworks, which a recipe's schema lists
     meant = root.get("other_names", {}).get(name.lower(), [])
     if name in places:
-        return did_you_mean(
-            [*[*meant, *places[name]][: 3 - len(close)], *(_below(key, each) for each in close)]
-        )
+        elsewhere = [*meant, *places[name]][: 3 - len(close)]
+        return did_you_mean([*elsewhere, *(_below(key, each) for each in close)])
     if meant:
         return did_you_mean(meant)
     if here := close or abbreviated(name, names):
@@ -434,14 +429,13 @@ def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
         pairs = [(str(number), *pair) for number, pair in enumerate(zip_longest(there, here))]
     else:
         return [] if there == here else [Difference(key, there, here)]
-    inner = [differences(one, other, _below(key, name)) for name, one, other in pairs]
-    return [difference for group in inner for difference in group]
+    return [each for name, one, other in pairs for each in differences(one, other, _below(key, name))]
 
 
-def listed(texts: list, most: int = 3) -> str:
-    """Write the first few texts, and how many more there are."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(map(str, texts[:most])) + more
+def listed(texts: Sequence, between: str = "; ") -> str:
+    """Write the first three texts, and how many more there are."""
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return between.join(map(str, texts[:3])) + more
 
 
 def _in_brief(value: Any) -> str:

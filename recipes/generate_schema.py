@@ -21,7 +21,7 @@ from schema_generator.ds_config import ds_config_schema  # noqa: E402
 from schema_generator.from_types import described, first_sentence, object_schema, type_schema  # noqa: E402
 from schema_generator.keys_page import keys_page  # noqa: E402
 from schema_generator.layouts_page import with_tables  # noqa: E402
-from schema_generator.model_types import UNUSED, bounded, largest, other_model_types  # noqa: E402
+from schema_generator.model_types import other_model_types, properties_of_type  # noqa: E402
 from schema_generator.types_page import types_page  # noqa: E402
 
 from pretraining.data.quality.chain import filters_schema  # noqa: E402
@@ -40,12 +40,8 @@ SHAPE_KEYS = {
 SHAPE_KEYS["llama"].append("max_position_embeddings")
 SHAPE_KEYS["qwen3"] = SHAPE_KEYS["llama"]
 SHAPE_KEYS["mixtral"] = [*SHAPE_KEYS["llama"], "num_local_experts", "num_experts_per_tok"]
-SHAPE_KEYS["qwen3_moe"] = [
-    *SHAPE_KEYS["llama"],
-    "moe_intermediate_size",
-    "num_experts",
-    "num_experts_per_tok",
-]
+SHAPE_KEYS["qwen3_moe"] = [*SHAPE_KEYS["llama"], "moe_intermediate_size", "num_experts"]
+SHAPE_KEYS["qwen3_moe"].append("num_experts_per_tok")
 
 # Values outside these bounds fail late or train nothing.
 POSITIVE, NOT_NEGATIVE = {"exclusiveMinimum": 0}, {"minimum": 0}
@@ -74,12 +70,6 @@ TRAINING_BOUNDS = {
     "neftune_noise_alpha": POSITIVE,
 }
 
-# Choices that need a key which a recipe may not hold.
-REFUSED_CHOICES = {"save_strategy": "best"}
-
-# One project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key.
-PROJECT = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
-
 
 def training_schema() -> dict:
     """Every TrainingArguments field but those that TRAINING_KEYS gives to another owner."""
@@ -102,8 +92,7 @@ def training_schema() -> dict:
             properties[name] = described(schema, first_sentence(field.metadata.get("help")), field.default)
     for name, bounds in TRAINING_BOUNDS.items():
         properties[name] |= bounds
-    for name, choice in REFUSED_CHOICES.items():
-        properties[name]["enum"].remove(choice)
+    properties["save_strategy"]["enum"].remove("best")  # it needs a key which a recipe may not hold
     # an extension may define another one; `check_schedule` says what is wrong with any other name
     schedules = properties["lr_scheduler_type"].pop("enum")
     properties["lr_scheduler_type"]["anyOf"] = [{"enum": [*schedules, PIECEWISE]}, {"type": "string"}]
@@ -115,7 +104,9 @@ def training_schema() -> dict:
     trackers, report = sorted([*INTEGRATION_TO_CALLBACK, *OPERATIONS]), properties["report_to"]
     report["anyOf"] = [{"type": "array", "items": {"enum": trackers}}, {"enum": ["none", *trackers]}]
     del report["type"], report["items"]
-    properties["project"] |= PROJECT
+    # one project for all trackers: `pretraining.training.trackers` gives it to those that do not read this key
+    project = {"description": "The project of every tracker of `report_to`.", "default": "pretraining"}
+    properties["project"] |= project
     what = "TrainingArguments' keyword arguments, verbatim."
     return object_schema(properties, ["per_device_train_batch_size", "learning_rate"], description=what)
 
@@ -123,25 +114,12 @@ def training_schema() -> dict:
 def model_schema(model_type: str) -> dict:
     """Every keyword of one model type's configuration class that shapes a causal language model."""
     from transformers import AutoConfig
-    from transformers.configuration_utils import PreTrainedConfig
 
-    config_class = type(AutoConfig.for_model(model_type))
-    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     # in the layout of transformers' docstrings
-    described_keys = re.findall(
-        r"^ {4}(\w+) \(.*?\):\n((?: {8}.*\n?)+)", config_class.__doc__ or "", re.MULTILINE
-    )
+    layout = re.compile(r"^ {4}(\w+) \(.*?\):\n((?: {8}.*\n?)+)", re.MULTILINE)
+    described_keys = layout.findall(AutoConfig.for_model(model_type).__doc__ or "")
     documented = {name: first_sentence(text) for name, text in described_keys}
-    properties = {"model_type": {"const": model_type}}
-    for field in dataclasses.fields(config_class):
-        if field.name not in inherited and not UNUSED.fullmatch(field.name):
-            schema = type_schema(field.type)
-            if field.type is float:
-                schema["format"] = "float"  # @strict config classes refuse an int there
-            schema = described(schema, documented.get(field.name), field.default)
-            properties[field.name] = bounded(field.name, schema)
-    for name in SHAPE_KEYS[model_type]:
-        properties[name] |= {"minimum": 1, "maximum": largest(name)}
+    properties = properties_of_type(model_type, SHAPE_KEYS[model_type], documented)
     properties.update(implementation_keys(properties))
     properties.update(Weights.model_keys())
     return object_schema(properties, ["model_type", *SHAPE_KEYS[model_type]])

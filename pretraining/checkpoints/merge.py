@@ -11,9 +11,10 @@ from pretraining.checkpoints.folders import COMMITTED, WEIGHTS_ONLY, catalogue, 
 from pretraining.checkpoints.format import read_marker
 from pretraining.command_line import add_data_source, add_trust, not_negative_number, positive_integer
 from pretraining.errors import UserError
-from pretraining.recipe.curve import changed_parts, some_keys
+from pretraining.recipe.curve import changed_parts
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.table import Column, write_table
+from pretraining.schema import listed
 
 
 def _refuse_other_runs(checkpoints: list[Path]) -> None:
@@ -23,7 +24,7 @@ def _refuse_other_runs(checkpoints: list[Path]) -> None:
     for checkpoint, marker in zip(checkpoints, markers, strict=True):
         keys = {change.key for change in changed_parts(marker["recipe"], markers[-1]["recipe"])} - accepted
         if keys:
-            what = f"is of another run, with another {some_keys(sorted(keys))}"
+            what = f"is of another run, with another {listed(sorted(keys), ', ')}"
             raise UserError(f"{checkpoint}: {what}; name others with --steps")
 
 

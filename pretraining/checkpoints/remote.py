@@ -73,7 +73,7 @@ class RemoteRun(Store):
 
     def __init__(self, address: str, name: str | None = None, patience: Patience | None = None):
         """address: of the run, or, with its `name`, of the place above it."""
-        own = Patience(Patience.here().seconds, refused=_refusal, speaker="checkpoints")
+        own = Patience(refused=_refusal, speaker="checkpoints")
         address = address.rstrip("/")
         super().__init__((address or "/") if name is None else f"{address}/{name}", patience or own)
 

@@ -29,7 +29,7 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import GIVEN, MARKER, Identity, Start, described_data, read_marker
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_absent
 from pretraining.checkpoints.shard_files import read_state
-from pretraining.data.arriving import is_from_origin
+from pretraining.data.arriving import ORIGIN
 from pretraining.data.documents import cuts_text
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
@@ -161,8 +161,8 @@ def changes_since(
                 )
         data, data_now = marker["data"], described_data(recipe, manifest)
         # of tokens that were not there yet, their origin counts
-        kinds = is_from_origin(data["fingerprint"]), is_from_origin(data_now["fingerprint"])
-        key = "origin" if any(kinds) else "fingerprint"
+        is_early = any(each["fingerprint"].startswith(ORIGIN) for each in (data, data_now))
+        key = "origin" if is_early else "fingerprint"
         # A changed key of `data` explains the other tokens: one change is not listed twice.
         if data.get(key) != data_now.get(key) and not any(each.key.startswith("data.") for each in changes):
             changes.append(Change(DATA_FINGERPRINT, data["fingerprint"], data_now["fingerprint"]))

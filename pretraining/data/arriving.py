@@ -23,21 +23,15 @@ from pretraining.outside.files import read_json_value
 ARRIVED_NAME = "arrived.json"
 """In the work folder of a preparation."""
 
+ORIGIN = "origin:"
+"""Begins the identity of tokens that are not there yet, in the place of their fingerprint."""
+
 POLL_SECONDS = 0.5
 """How often a reader that waits looks again."""
 
 PAUSE_SECONDS = 0.05
 MOST_TRIES = 200
 """A shard that is being published may be gone from one place and not yet in the other."""
-
-
-def from_origin(origin: str) -> str:
-    """Name the identity of tokens that are not there yet, in the place of their fingerprint."""
-    return f"origin:{origin}"
-
-
-def is_from_origin(fingerprint: str) -> bool:
-    return fingerprint.startswith("origin:")
 
 
 def arrived_path(folder: Path) -> Path:
@@ -88,9 +82,8 @@ class ArrivingSplit(ScatteredSplit):
         """Read the manifest of what can be read now, and whether that is all; None while no place has it."""
         manifest = read_manifest(self.place)
         # With a larger budget, the data set that the preparation goes on from is there before.
-        is_whole = bool(
-            manifest and manifest.get("origin") == self.origin and not lacking(manifest, self.portions)
-        )
+        is_whole = manifest is not None and manifest.get("origin") == self.origin
+        is_whole = is_whole and not lacking(manifest, self.portions)
         if not is_whole:
             manifest = read_arrived(self.place)
         if manifest is None or manifest["origin"] != self.origin:

@@ -28,32 +28,22 @@ if TYPE_CHECKING:
     from pretraining.recipe import Recipe
     from pretraining.recipe.sections import RepeatedNgrams
 
-_SAMPLED_ONE_IN = 16
-"""The first look takes one of this many tokens."""
-
-_PERIODS_IN_BLOCK = 8
-"""A period is short if it fits at least this many times into the block."""
-
+_SAMPLED_ONE_IN = 16  # the first look takes one of this many tokens
+_PERIODS_IN_BLOCK = 8  # a period is short if it fits at least this many times into the block
 
 # Which blocks are flagged.
-DOMINANT_SHARE = 0.6
-"""Share of the tokens that are the same one."""
-DISTINCT_SHARE = 1 / 96
-"""Fewer distinct tokens for each token; at least three are asked for in any block."""
-REPEATED_SHARE = 0.9
-"""Share of the tokens that equal the token one period before."""
-UNDECODABLE_SHARE = 0.05
-"""Share of the characters that are U+FFFD."""
+DOMINANT_SHARE = 0.6  # of the tokens that are the same one
+DISTINCT_SHARE = 1 / 96  # fewer distinct tokens for each token; at least three are asked for in any block
+REPEATED_SHARE = 0.9  # of the tokens that equal the token one period before
+UNDECODABLE_SHARE = 0.05  # of the characters that are U+FFFD
 
 
 def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
     """Make the guard that lists degenerate blocks of the run in the file `path`; None if another rank lists them."""
     token_bytes = data.read_tokenizer(lambda folder: tokens_of_file(folder / "tokenizer.json"))
     names = source_names(recipe.data, display_path(recipe.path))
-    monitors = recipe.monitors
-    return BlockGuard(
-        path, token_bytes, names, monitors.flagged_blocks == "skip", ngrams=monitors.repeated_ngrams
-    )
+    skips, ngrams = recipe.monitors.flagged_blocks == "skip", recipe.monitors.repeated_ngrams
+    return BlockGuard(path, token_bytes, names, skips, ngrams)
 
 
 class BlockGuard:
@@ -146,10 +136,8 @@ def short_period(tokens: np.ndarray, share: float) -> int | None:
         return None
     # In a block with a period, nearly every token comes again one period later. So only distances that fit at two
     # of these three places are tried in full.
-    a, b, c = (
-        tokens[place + 1 : place + 1 + longest] == tokens[place]
-        for place in (longest, len(tokens) // 2, len(tokens) - longest - 1)
-    )
+    places = (longest, len(tokens) // 2, len(tokens) - longest - 1)
+    a, b, c = (tokens[place + 1 : place + 1 + longest] == tokens[place] for place in places)
     for distance in (np.flatnonzero((a & (b | c)) | (b & c)) + 1).tolist():
         if np.count_nonzero(tokens[distance:] == tokens[:-distance]) >= share * (len(tokens) - distance):
             return distance

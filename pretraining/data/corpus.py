@@ -80,14 +80,13 @@ class FileSource:
 
     def check_unchanged(self) -> None:
         """Raise UserError if a file of this machine has changed since the files were listed."""
-        for file in self.files:
+        for file in [file for file in self.files if not is_remote(file.address)]:
             path = Path(file.address)
-            if is_remote(file.address) or (
-                path.is_file() and replace(local_file(path, path.parent), name=file.name) == file
-            ):
-                continue
-            what = "changed or removed while it was being prepared"
-            raise UserError(f"{file.address}: {what}; run the same command again once nobody writes there")
+            if not path.is_file() or replace(local_file(path, path.parent), name=file.name) != file:
+                what = (
+                    "changed or removed while it was being prepared; run the same command again once nobody"
+                )
+                raise UserError(f"{file.address}: {what} writes there")
 
     @staticmethod
     def _identity(file: InputFile) -> tuple:
@@ -140,8 +139,7 @@ class HubSource:
             place = f"{self.dataset}:part {extent.file}" if rows.num_shards > 1 else self.dataset
             try:
                 for number, row in enumerate(rows.shard(rows.num_shards, extent.file), start=1):
-                    where = f"{place}:row {number}"
-                    yield self.column.document(row, where)
+                    yield self.column.document(row, f"{place}:row {number}")
             except (OSError, ValueError, RuntimeError) as error:
                 raise self._unreachable(error) from error
 
@@ -238,9 +236,6 @@ def source_from_json(values: dict) -> TextSource:
     # All tasks go by the commit that was there at the start.
     source.__dict__["_fingerprint"] = values["fingerprint"]
     return source
-
-
-# Texts.
 
 
 @dataclass
@@ -368,10 +363,9 @@ class Corpus:
         left_out = [f"{count:,} {reason}" for reason, count in skipped.items() if count]
         if cleaned_by:
             left_out.append(f"what {', '.join(cleaned_by)} took out")
-        return UserError(
-            f"data {self.name!r}: the corpus is empty: no text of {', '.join(self.places)} is left (left out: "
-            f"{', '.join(left_out) or 'nothing'}); add text or change the recipe's data section"
-        )
+        what = f"no text of {', '.join(self.places)} is left (left out: {', '.join(left_out) or 'nothing'})"
+        remedy = "add text or change the recipe's data section"
+        return UserError(f"data {self.name!r}: the corpus is empty: {what}; {remedy}")
 
     def to_json(self) -> dict:
         """Describe the corpus, for a process on another machine."""
@@ -386,12 +380,9 @@ class Corpus:
 
     @classmethod
     def from_json(cls, values: dict) -> "Corpus":
-        cut = [(source, [Extent(*extent) for extent in extents]) for source, extents in values["pieces"]]
-        opened = {
-            "pieces": [TextPiece(*piece) for piece in cut],
-            "tasks": [range(*t) for t in values["tasks"]],
-        }
-        return cls(**{**values, **opened, "sources": list(map(source_from_json, values["sources"]))})
+        pieces = [TextPiece(source, [Extent(*each) for each in own]) for source, own in values["pieces"]]
+        tasks, sources = [range(*task) for task in values["tasks"]], map(source_from_json, values["sources"])
+        return cls(**{**values, "pieces": pieces, "tasks": tasks, "sources": list(sources)})
 
 
 # An object of its own: None may be an item.

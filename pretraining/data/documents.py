@@ -32,11 +32,8 @@ IGNORED = -100
 WINDOW_BLOCKS = 128
 """Blocks of a window: a larger window cuts fewer documents, and costs more for a block that is read at random."""
 
-_KEPT_WINDOWS = 512
-"""The most packed windows that a reader keeps, some kilobytes each."""
-
-_MOST_WINDOWS = 1000
-"""The most windows of a split that are counted; packing so many takes some seconds."""
+_KEPT_WINDOWS = 512  # the most packed windows that a reader keeps, some kilobytes each
+_MOST_WINDOWS = 1000  # the most windows of a split that are counted; packing so many takes some seconds
 
 Stretch = tuple[int, int]
 """[start, stop) of the stream, in tokens."""
@@ -60,7 +57,6 @@ class _Packing:
         self._windows: dict[int, _Window] = {}
 
     def _stretches_of(self, window: _Window, number: int) -> list[Stretch]:
-        """Return the stretches of block `number` of the window."""
         parts = slice(*window.firsts[number : number + 2])
         return list(zip(window.starts[parts].tolist(), window.stops[parts].tolist(), strict=True))
 

@@ -161,10 +161,9 @@ class Encoder:
         ids, offsets = self.reference.encode_flat(list(special))
         for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
             if number in ids[start:stop]:
-                raise UserError(
-                    f"data.tokenizer: it turns text that spells {token!r} into the special token; choose a "
-                    "byte-level BPE tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
-                )
+                what = f"it turns text that spells {token!r} into the special token; choose a byte-level BPE"
+                remedy = "tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
+                raise UserError(f"data.tokenizer: {what} {remedy}")
         if backend == Reference.name:
             return
         # Whole texts from the front, the last one cut; a first text longer than the limit still gives a sample.
@@ -207,10 +206,9 @@ class Encoder:
             exact = self.reference.encode_flat([texts[number] for number in chosen])
             different = _first_difference(documents, exact)
             if different is not None:
-                raise UserError(
-                    f"{wheres[chosen[different]]}: {self.backend.name} encodes this document differently from the "
-                    f'reference; set data.encoder to "{Reference.name}" and prepare again'
-                )
+                what = f"{self.backend.name} encodes this document differently from the reference"
+                remedy = f'set data.encoder to "{Reference.name}" and prepare again'
+                raise UserError(f"{wheres[chosen[different]]}: {what}; {remedy}")
             self.num_checked += len(chosen)
         return close_documents(ids, offsets, self.borders, self.dtype)
 
@@ -241,21 +239,15 @@ def close_documents(
 
 def _first_difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> int | None:
     """Find the first text whose ids differ between two flat encodings; None if there is none."""
-    if all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True)):
-        return None
-    # Something differs: look for the first document, one by one.
     here, there = (np.split(ids, offsets[1:-1]) for ids, offsets in (one, other))
     pairs = enumerate(zip(here, there, strict=True))
-    return next((n for n, pair in pairs if not np.array_equal(*pair)), len(here))
+    return next((number for number, pair in pairs if not np.array_equal(*pair)), None)
 
 
 # Strings on which tokenizers that claim to agree have been seen to differ.
 
-_STRIDE = 61
-"""Looks at every 61st code point: 18,000 of them, some of every large category."""
-
+_STRIDE = 61  # looks at every 61st code point: 18,000 of them, some of every large category
 _PER_CATEGORY = 12
-
 _SURROUNDINGS = ('"{0}"', "a{0}b {0} 1{0}", ' "{0}"),\n{0}{0}')
 
 _WRITTEN_OUT = (
@@ -287,9 +279,7 @@ def adversarial_texts(
         if category != "Cs":
             pools.setdefault(category, []).append(chr(code))
     pools = {name: pool[:: -(-len(pool) // _PER_CATEGORY)] for name, pool in sorted(pools.items())}
-    singles = [
-        text.format(character) for pool in pools.values() for character in pool for text in _SURROUNDINGS
-    ]
+    singles = [text.format(letter) for pool in pools.values() for letter in pool for text in _SURROUNDINGS]
     spelled = [text for token in special_tokens for text in (token, f"a{token}b", f" {token}\n{token}")]
     # A generator of its own: the same seed tries the same strings on every machine.
     draw = random.Random(seed)

@@ -191,9 +191,8 @@ class Interleaving:
         """Return first and last sample counts [n], [n] of the draws from `drawn` on that may happen by `stop`."""
         number = self._stage_at(start)
         stage, due = self.stages[number], self._dues[number][source]
-        draws = range(
-            drawn, max(drawn, ceil(self.promised(stop)[source]) if stage.counts[source] else ceil(due))
-        )
+        last = ceil(self.promised(stop)[source]) if stage.counts[source] else ceil(due)
+        draws = range(drawn, max(drawn, last))
         if not stage.counts[source]:
             return np.full(len(draws), start), np.array([self._deadline(source, n) for n in draws], np.int64)
         base, slope = floor(due), stage.counts[source] * due.denominator

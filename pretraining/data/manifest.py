@@ -55,15 +55,13 @@ _SHARDS = {"type": "array", "items": object_of({**_COUNTS, **_FILE}, {"source": 
 _DTYPE = {"type": "string", "enum": ["uint16", "uint32"]}
 _SPLIT = object_of({**_COUNTS, "dtype": _DTYPE, "checksum": DIGEST, "shards": _SHARDS})
 _SOURCES = {"type": "array", "items": {"type": "object"}}
-_VALIDATION = {**object_of({"sources": _SOURCES}), "type": ["object", "null"]}
+_OWN = {**object_of({"sources": _SOURCES}), "type": ["object", "null"]}
 _FILTERS = {"type": ["array", "null"], "items": {"type": "object"}}
 _TOKENIZER = {"vocab_size": COUNT, "fingerprint": DIGEST}
 _REQUIRED = {
     "name": {"type": "string"},
     "fingerprint": DIGEST,
-    "data": object_of(
-        {"sources": _SOURCES, "tokenizer": {}}, {"validation": _VALIDATION, "filters": _FILTERS}
-    ),
+    "data": object_of({"sources": _SOURCES, "tokenizer": {}}, {"validation": _OWN, "filters": _FILTERS}),
     "tokenizer": object_of(_TOKENIZER, {"eos_token_id": COUNT, "files": {"type": "object"}}),
     "splits": {
         "type": "object",
@@ -256,18 +254,15 @@ def report_text(manifest: dict) -> str:
     if "duplicates" in manifest:
         found = manifest["duplicates"]
         fates = found["fates"]
-        parts.append(
-            f"duplicates: {found['dropped']:,} of {found['documents']:,} documents repeat another, in "
-            f"{found['clusters']:,} clusters (the largest has {found['largest_cluster']:,}); "
-            f"{fates['duplicate']:,} of them removed, and {fates['validation_twin']:,} more that are too close to "
-            "validation"
-        )
+        clusters = f"{found['clusters']:,} clusters (the largest has {found['largest_cluster']:,})"
+        removed = f"{fates['duplicate']:,} of them removed, and {fates['validation_twin']:,} more"
+        repeated = f"{found['dropped']:,} of {found['documents']:,} documents repeat another, in {clusters}"
+        parts.append(f"duplicates: {repeated}; {removed} that are too close to validation")
     if "passages" in manifest:
         found = manifest["passages"]
-        parts.append(
-            f"passages: {found['repeated']:,} of {found['windows']:,} runs of {found['words']} words occurred before, "
-            f"in {found['documents']:,} documents; {'cut out of them' if found['remove'] else 'kept'}"
-        )
+        runs = f"{found['repeated']:,} of {found['windows']:,} runs of {found['words']} words occurred before"
+        done = "cut out of them" if found["remove"] else "kept"
+        parts.append(f"passages: {runs}, in {found['documents']:,} documents; {done}")
     return "\n".join(parts)
 
 
@@ -292,10 +287,9 @@ def check_blocks(
     for number, source in enumerate(own):
         found = held_out.pop(len(data.sources) + number, 0)
         if found < wanted:
-            raise UserError(
-                f"data {data.name!r}: data.validation.sources.{number} ({source.called}) has {found:,} tokens, too "
-                f"few for one block of {wanted:,}; add text to it, leave it out, or shorten the sequence length"
-            )
+            what = f"data.validation.sources.{number} ({source.called}) has {found:,} tokens, too few for one"
+            remedy = "add text to it, leave it out, or shorten the sequence length"
+            raise UserError(f"data {data.name!r}: {what} block of {wanted:,}; {remedy}")
     counts = {"train": splits["train"]["tokens"]}
     if data.validation_share:
         counts["validation"] = sum(held_out.values())
@@ -305,8 +299,8 @@ def check_blocks(
     share = workable_share(total, wanted) if data.validation_share else None
     whole = f"{total:,} tokens that this run reads" if is_part else f"corpus's {total:,} tokens"
     if is_part:
-        advice = f"set data.validation_share above {data.validation_share:g} (with a data.name of its own), or let "
-        advice += "the run read more (budget.tokens, data.sources max_tokens)"
+        more = "let the run read more (budget.tokens, data.sources max_tokens)"
+        advice = f"set data.validation_share above {data.validation_share:g} (with a data.name of its own), or {more}"
     elif share is not None:
         advice = f"set data.validation_share to {share:g} (it is {data.validation_share:g})"
     elif total < len(counts) * wanted:
@@ -314,7 +308,6 @@ def check_blocks(
         advice = f"add text: {blocks} {len(counts) * wanted:,} tokens"
     else:
         advice = "add text or documents, change data.validation_share, or shorten the sequence length"
-    raise UserError(
-        f"data {data.name!r}: {short[0]} has {counts[short[0]]:,} of the {whole}, too "
-        f"few for one block of {wanted:,} (sequence length {sequence_length:,} and one target); {advice}"
-    )
+    what = f"{short[0]} has {counts[short[0]]:,} of the {whole}, too few for one block of {wanted:,}"
+    block = f"(sequence length {sequence_length:,} and one target)"
+    raise UserError(f"data {data.name!r}: {what} {block}; {advice}")

@@ -21,11 +21,8 @@ DEFAULT_MAX_EPOCHS = 1
 _ROUNDING_SLACK = Fraction(1, 500)
 """How far shares rounded to the grid may pass a limit that the shares as written keep."""
 
-_ALIKE = 0.02
-"""Two mixtures are alike if the shares of every source differ by less than this."""
-
-_MOST_NAMED = 3
-"""The number of sources that a note names: those that differ most."""
+_ALIKE = 0.02  # two mixtures are alike if the shares of every source differ by less than this
+_MOST_NAMED = 3  # sources that a note names: those that differ most
 
 
 class SourceMixture(NamedTuple):
@@ -162,11 +159,9 @@ def _check_epochs(
                 remedies.append(f"lower its share from {float(share):.6g} to {largest:g}")
             if steps := int(allowed / share / Fraction(recipe.tokens_per_step, length)):
                 remedies.append(f"--set budget.tokens={steps * recipe.tokens_per_step}")
-        what = (
-            f"{name!r} has {num_blocks * length:,} tokens and {float(wish) * length:,.0f} are to be read from it, "
-            f"{needed:g} epochs where {limit:g} {'is' if limit == 1 else 'are'} allowed; {', or '.join(remedies)}"
-        )
-        raise problem(where, f"data.sources.{source}", what)
+        what = f"{name!r} has {num_blocks * length:,} tokens and {float(wish) * length:,.0f} are to be read from it"
+        what += f", {needed:g} epochs where {limit:g} {'is' if limit == 1 else 'are'} allowed"
+        raise problem(where, f"data.sources.{source}", f"{what}; {', or '.join(remedies)}")
 
 
 def _check_epochs_of_stream(recipe: "Recipe", num_blocks: int, num_samples: int, where: str) -> None:
@@ -227,8 +222,5 @@ def format_table(table: dict) -> str:
 
 
 def _line(row: dict, width: int) -> str:
-    promised, realised = row["promised_share"], row["realised_share"]
-    return (
-        f"{row['source']:<{width}}{promised:>12.6%}{realised:>12.6%}"
-        f"{row['realised_tokens']:>20,}{row['epochs']:>10.3f}"
-    )
+    shares = f"{row['promised_share']:>12.6%}{row['realised_share']:>12.6%}"
+    return f"{row['source']:<{width}}{shares}{row['realised_tokens']:>20,}{row['epochs']:>10.3f}"

@@ -14,7 +14,6 @@ import numpy as np
 from pretraining.data.interleaving import Interleaving
 
 _NUM_ROUNDS = 8
-
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Constants of the splitmix64 finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
 
@@ -23,8 +22,7 @@ _WORD = (1 << 64) - 1
 ALL_SAMPLES = 1 << 60
 """More samples than any run has."""
 
-_FEW = 16
-"""Up to this many positions are cheaper one by one than as an array."""
+_FEW = 16  # up to this many positions are cheaper one by one than as an array
 
 
 class Order:

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
     from pretraining.recipe import Recipe
 
-_COUNTED_BLOCKS = 32
-"""Blocks whose windows are counted when a run starts."""
+_COUNTED_BLOCKS = 32  # whose windows are counted when a run starts
 
 
 @dataclass(eq=False, repr=False)
@@ -89,10 +88,9 @@ class PackedDataset:
             return
         for split, count in zip(self.splits, counts, strict=True):
             if count == 0:
-                what = (
-                    f"{split.num_tokens:,} tokens are too few for one block of {self.sequence_length + 1:,}"
-                )
-                raise UserError(f"{split.folder}: {what}; add text or shorten the sequence length")
+                what = f"{split.num_tokens:,} tokens are too few for one block of"
+                remedy = f"{self.sequence_length + 1:,}; add text or shorten the sequence length"
+                raise UserError(f"{split.folder}: {what} {remedy}")
         if self.order is not None and self.order.num_blocks != self.num_blocks:
             raise ValueError(f"order of {self.order.num_blocks} blocks for splits of {self.num_blocks}")
         if self.order is None and (last := self.first_sample + self.num_samples) > self.num_blocks:
@@ -176,8 +174,7 @@ class PackedDataset:
         count = min(_COUNTED_BLOCKS, self.num_samples)
         places = [self.locate(block) for block in self.block_numbers(np.arange(count)).tolist()]
         windows = {(source, *packed[source].window_around(block)) for source, block in places}
-        sizes = ((packed[source], first, max(stop, first + 1)) for source, first, stop in windows)
-        return cut_shares(sizes)
+        return cut_shares((packed[source], first, max(stop, first + 1)) for source, first, stop in windows)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         return self.__getitems__([index])[0]
@@ -260,11 +257,9 @@ def prefetched(dataset: PackedDataset) -> PackedDataset:
         smaller = f", or shuffle by groups of shards: --set data.shuffle_shards={most}" if most else ""
         if any(isinstance(order, WindowedOrder) for order in orders):
             smaller = ", or take a smaller data.shuffle_blocks"
-        raise UserError(
-            f"{cache.root}: the order of the run needs {len(needed):,} shards ({sum(needed) / 1e9:.3g} GB) at once, "
-            f"the cache may hold {cache.max_bytes / 1e9:.3g} GB: raise --data_cache_gb to "
-            f"{sum(needed) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}{smaller}"
-        )
+        what = f"the order of the run needs {len(needed):,} shards ({sum(needed) / 1e9:.3g} GB) at once, the cache"
+        enough = f"raise --data_cache_gb to {sum(needed) / SHARE_OF_CACHE / 1e9 + 0.05:.1f}"
+        raise UserError(f"{cache.root}: {what} may hold {cache.max_bytes / 1e9:.3g} GB: {enough}{smaller}")
     end = dataset.first_sample + len(dataset)
     dataset.prefetcher = Prefetcher(dataset.shard_needs(), dataset.splits, end)
     return dataset

@@ -32,9 +32,8 @@ class Portion(NamedTuple):
 
     def is_reached(self, documents: int, tokens: int) -> bool:
         """Return whether so many documents and tokens of training are enough."""
-        return (self.tokens is not None and tokens >= self.tokens) or (
-            self.documents is not None and documents >= self.documents
-        )
+        has_tokens = self.tokens is not None and tokens >= self.tokens
+        return has_tokens or (self.documents is not None and documents >= self.documents)
 
     def less(self, documents: int, tokens: int) -> "Portion":
         """Return what is still to read after so many documents and tokens, which were not enough."""
@@ -106,10 +105,8 @@ def check_enough(manifest: dict, portions: list[Portion | None], place: Path | s
         wanted = "all of it"
         if portion is not None:
             wanted = f"{portion.tokens:,} tokens" if portion.tokens else f"{portion.documents:,} documents"
-        raise UserError(
-            f"{place}: has the first {source['cut']['tokens']:,} training tokens of {source['name']!r}, and this run "
-            f"reads {wanted}; prepare the rest, which keeps what is there: {command}"
-        )
+        what = f"has the first {source['cut']['tokens']:,} training tokens of {source['name']!r}, and this run reads"
+        raise UserError(f"{place}: {what} {wanted}; prepare the rest, which keeps what is there: {command}")
 
 
 def may_hold_more(manifest: dict, portions: list[Portion | None]) -> dict[int, Portion]:

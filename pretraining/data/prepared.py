@@ -57,8 +57,7 @@ class PreparedData:
 
     def for_run(self, recipe: Recipe) -> "PreparedData":
         """Return the same data with the mixture of a whole run; UserError if it reads a source too often."""
-        mixture = build_mixture(self.train, self.validation, recipe, recipe.num_samples)
-        return replace(self, mixture=mixture)
+        return replace(self, mixture=build_mixture(self.train, self.validation, recipe, recipe.num_samples))
 
     def latest(self) -> "PreparedData":
         """Return what is there by now: of a finished data set, the same."""
@@ -211,19 +210,17 @@ def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: 
         # It has no data section, so the recipe's one source must be its origin.
         origin = manifest["converted_from"]
         if [source.get("path") for source in data["sources"]] != [origin["path"]]:
-            raise UserError(
-                f"{place}: converted from {origin['format']} files, not prepared from text; set data.sources to "
-                f'[{{"path": "{origin["path"]}"}}] to train on it, or data.name to another folder'
-            )
+            what = f"converted from {origin['format']} files, not prepared from text"
+            remedy = f'set data.sources to [{{"path": "{origin["path"]}"}}] to train on it'
+            raise UserError(f"{place}: {what}; {remedy}, or data.name to another folder")
         if differing := tokenizer_difference(manifest, data):
             raise UserError(f"{place}: {differing}; name that one, or convert the data again")
     elif changed := data_differences(manifest, data):
         # At an address nothing is kept beside a data set.
         beside = fitting_beside(place, data) if isinstance(place, Path) else ""
-        raise UserError(
-            f"{place}: prepared from another data section: {listed(changed)}; give the recipe a data.name of its "
-            f"own; or, if no run made from this data is to go on, make it anew in its place: {command}{beside}"
-        )
+        what = f"prepared from another data section: {listed(changed)}; give the recipe a data.name"
+        anew = "of its own; or, if no run made from this data is to go on, make it anew in its place"
+        raise UserError(f"{place}: {what} {anew}: {command}{beside}")
     check_vocabulary(manifest["tokenizer"]["vocab_size"], recipe.model.vocab_size)
 
 

@@ -125,7 +125,6 @@ class TokenSplit:
         self._check_shards()
 
     def _take(self, entry: dict) -> None:
-        """Be the stream of these shards."""
         self._entry = entry
         self.cropped: dict[int, Any] = {}
         """By sequence length, once it was asked for (`Cropped.of`)."""
@@ -160,10 +159,9 @@ class TokenSplit:
             size = status and status.st_size
             if size != shard["size"]:
                 state = "missing" if size is None else f"truncated or damaged: {size:,} bytes"
-                raise UserError(
-                    f"{self.folder / shard['file']}: shard is {state}, expected {shard['size']:,} bytes; delete "
-                    f"{self.folder.parent} and prepare the data again (data_prep.py), or copy it again"
-                )
+                what = f"shard is {state}, expected {shard['size']:,} bytes; delete {self.folder.parent} and prepare"
+                remedy = "the data again (data_prep.py), or copy it again"
+                raise UserError(f"{self.folder / shard['file']}: {what} {remedy}")
             self._written[shard["file"]] = status.st_mtime_ns
 
     def __getstate__(self) -> dict:
@@ -197,11 +195,9 @@ class TokenSplit:
                 shard = map_shard(file, str(self.folder / now["file"]), same, self.dtype)
                 if digest_of_documents(shard.tokens, shard.ends) == entry.get("tokens_digest"):
                     return shard
-        raise UserError(
-            f"{path}: the data set was replaced while it was read; go on with the earlier one, which data_prep.py "
-            f"--replace keeps beside it: --set data.name={self.folder.parent.name}.replaced-N",
-            on_every_rank=False,
-        )
+        what = "the data set was replaced while it was read; go on with the earlier one, which data_prep.py"
+        remedy = f"--replace keeps beside it: --set data.name={self.folder.parent.name}.replaced-N"
+        raise UserError(f"{path}: {what} {remedy}", on_every_rank=False)
 
     def locate(self, token: int) -> tuple[int, int]:
         """Find the shard that holds the token at position `token` of the stream, and the position in it."""

@@ -34,12 +34,11 @@ EXPANSION = 3
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 READABLE_SUFFIXES = (".txt", *ROW_SUFFIXES, *WARC_SUFFIXES)
 
+_PACKED = ("", ".gz", ".zst")
 SUFFIXES_OF = {
     None: READABLE_SUFFIXES,
-    "lines": tuple(f".txt{packed}" for packed in ("", ".gz", ".zst")),
-    "fasta": tuple(
-        f".{name}{packed}" for name in ("fasta", "fa", "faa", "fna", "ffn") for packed in ("", ".gz", ".zst")
-    ),
+    "lines": tuple(f".txt{packed}" for packed in _PACKED),
+    "fasta": tuple(f".{name}{packed}" for name in ("fasta", "fa", "faa", "fna", "ffn") for packed in _PACKED),
 }
 """By the `format` of a source."""
 
@@ -52,8 +51,7 @@ BUFFER_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 30
 """Bytes. A longer line would fill the memory, and no document of a corpus is that long."""
 
-_PARQUET_ROWS = 256
-"""Rows of a .parquet file decoded at once."""
+_PARQUET_ROWS = 256  # decoded at once
 
 
 @dataclass(frozen=True)
@@ -309,9 +307,6 @@ def _damaged(address: str, error: Exception | str) -> UserError:
     return UserError(f"{address}: the file is truncated or damaged ({reason}); fetch it again")
 
 
-# Lines: of JSON, of plain text, of FASTA.
-
-
 def _lines(file: InputFile, extent: Extent, goes_on: bool = False) -> Iterator[tuple[int, bytes, str]]:
     """Read (its first byte, line, place) of the lines that begin in the extent; goes_on: and of those behind it."""
     at = 0
@@ -393,9 +388,6 @@ def _open_lines(file: InputFile) -> BinaryIO:
     return opened
 
 
-# Parquet.
-
-
 def _read_parquet(file: InputFile, column: TextColumn, extent: Extent) -> Iterator[Document]:
     with _open_parquet(file) as parquet:
         import pyarrow as pa
@@ -422,9 +414,6 @@ def _open_parquet(file: InputFile):
         return parquet.ParquetFile(file.open() if is_remote(file.address) else file.address)
     except (pa.ArrowInvalid, OSError) as error:
         raise _damaged(file.address, error) from error
-
-
-# Web archives.
 
 
 def _read_warc(file: InputFile) -> Iterator[Document]:

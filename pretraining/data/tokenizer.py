@@ -97,10 +97,9 @@ def save_tokenizer(name: str, folder: Path) -> None:
     try:
         tokenizer = load_pretrained("AutoTokenizer", name, use_fast=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(
-            f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().partition(chr(10))[0]}); give a "
-            'hub name that is reachable, a folder with tokenizer.json, or {"train_vocab_size": N}'
-        ) from error
+        what = f"{name!r} cannot be loaded ({str(error).strip().partition(chr(10))[0]})"
+        remedy = 'give a hub name that is reachable, a folder with tokenizer.json, or {"train_vocab_size": N}'
+        raise UserError(f"data.tokenizer: {what}; {remedy}") from error
     tokenizer.save_pretrained(folder)
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"data.tokenizer: {name!r} has no tokenizer.json (it is not a fast tokenizer)")
@@ -218,10 +217,8 @@ def note_prefix(folder: Path, info: TokenizerInfo, borders: str) -> None:
 def check_vocabulary(found: int, vocab_size: int | None) -> None:
     """Raise UserError if a tokenizer has more ids (`found`) than the model has embeddings."""
     if vocab_size is not None and found > vocab_size:
-        raise UserError(
-            f"data.tokenizer: it has {found:,} ids, the model only {vocab_size:,}: "
-            f"--set model.vocab_size={-(-found // 128) * 128} (a multiple of 128), or choose a smaller tokenizer"
-        )
+        remedy = f"--set model.vocab_size={-(-found // 128) * 128} (a multiple of 128), or choose a smaller tokenizer"
+        raise UserError(f"data.tokenizer: it has {found:,} ids, the model only {vocab_size:,}: {remedy}")
 
 
 def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:

@@ -35,13 +35,14 @@ from pretraining.ladder.rungs import Rung, check_begun, commands_of, costs_of, m
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
-from pretraining.recipe.curve import changed_parts, some_keys
+from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.page import LADDER_SCRIPTS, page_text, write_page
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED
 from pretraining.runtime.installation import WORKPLACE
 from pretraining.runtime.table import Column, write_table
+from pretraining.schema import listed
 from pretraining.sweep import JOBS, add_starting_arguments, known_jobs, submit, train_all
 
 EXAMPLES = """examples:
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
     ladder = read_ladder(str(folder.absolute()))
     answer = answer_of(ladder)
     if keys := [change.key for change in changed_parts(target.to_dict(), ladder.values["recipe"])]:
-        answer["notes"].append(f"the ladder is of another recipe ({some_keys(keys)}), and so is its loss")
+        answer["notes"].append(f"the ladder is of another recipe ({listed(keys, ', ')}), and so is its loss")
     if options.flops:
         answer["flops"] = best_size(ladder, target, options.flops) | {"budget": options.flops}
     if options.dollars:

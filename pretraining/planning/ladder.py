@@ -16,9 +16,9 @@ from pretraining.outside.files import COUNT, TEXT, object_of, read_json_value
 from pretraining.planning.scaling_laws import ParametricLoss
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import Change, changed_parts, curve_parts, some_keys
+from pretraining.recipe.curve import Change, changed_parts, curve_parts
 from pretraining.runtime.installation import WORKPLACE
-from pretraining.schema import check
+from pretraining.schema import check, listed
 
 FILE = "ladder.json"
 DECAYED, STABLE = "decayed", "stable"
@@ -159,7 +159,7 @@ class Ladder:
         share = share_words(flops / self.most_flops)
         text = f"{self.expected(recipe).words}, ladder of {self.values['runs']} runs up to {share}"
         if differs := self.differs(recipe):
-            text += f"; it is of another family: {some_keys(differs)}"
+            text += f"; it is of another family: {listed(differs, ', ')}"
         return text
 
 

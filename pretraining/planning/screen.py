@@ -41,11 +41,12 @@ from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import count_model, family_of
 from pretraining.planning.sizes import fp8_tensors, frozen_tensors
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import differs_from_published, some_keys
+from pretraining.recipe.curve import differs_from_published
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.exit_codes import USER_ERROR
 from pretraining.runtime.table import Column, facts, write_table
+from pretraining.schema import listed
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3
@@ -264,7 +265,7 @@ def _what(answer: dict) -> list[tuple[str, str]]:
     other = answer["published"]
     reached = f"{other.get('result', 'no result')} ({other.get('run', 'of others')})"
     if differs := other.get("not_comparable"):
-        reached += f"; not comparable: {some_keys(differs)}"
+        reached += f"; not comparable: {listed(differs, ', ')}"
     return [
         ("model", answer["model"]),
         ("tokens", f"{tokens} (about 20 are compute-optimal); {answer['training_flops']:.3g} FLOPs"),

@@ -4,7 +4,7 @@
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
@@ -196,6 +196,20 @@ class Resize(NamedTuple):
     step: int
     earlier: int
     now: int
+
+
+def kept_resizes(changes: Sequence[dict], sizes: StepSizes) -> tuple[Resize, ...]:
+    """Return the changes of the step's size through which a schedule that counts steps keeps its place.
+
+    A schedule that was itself changed counts the steps as they are from there on. So does one that met a change while
+    the size rose by a ramp.
+    """
+    if any(change["key"] == RAMP for change in changes):
+        return ()
+    renewed = [change["step"] for change in changes if change["key"] in SCHEDULE_KEYS]
+    first = max(max(renewed, default=-1) + 1, sizes.ramp_steps)
+    kept = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
+    return tuple(Resize(change["step"], change["from"], change["to"]) for change in kept)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the loss curve belongs to: the parts of a recipe that a run folder may not change between two starts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,11 +64,9 @@ class Change(NamedTuple):
     now: Any
 
     def is_allowed(self, allowed: Iterable[str]) -> bool:
-        section = self.key.partition(".")[0]
-        return self.key in allowed or section in allowed
+        return self.key in allowed or self.key.partition(".")[0] in allowed
 
     def accepted_at(self, step: int) -> dict:
-        """Return what a run keeps of it."""
         return {"step": step, "key": self.key, "from": self.earlier, "to": self.now}
 
     def __str__(self) -> str:
@@ -135,12 +133,6 @@ def differs_from_published(recipe: dict) -> list[str]:
     return (["model"] if len(of_model) > 1 else of_model) + [key for key in keys if key.startswith("data.")]
 
 
-def some_keys(keys: Sequence[str]) -> str:
-    """Write the first three keys, and how many more there are."""
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return ", ".join(keys[:3]) + more
-
-
 def changes_of_run(folder: Path, recipe: dict, allowed: Iterable[str] = ()) -> list[Change]:
     """How a resolved recipe differs from that of the last start in this run folder.
 
@@ -165,11 +157,9 @@ def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path | 
     refused = [change for change in changes if not change.is_allowed(allowed)]
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
-        raise UserError(
-            f"{place} holds a {what} of another recipe: {refused[0]}{more}; give this one its own folder with "
-            "--output_dir, start over with --resume never, or accept the change with "
-            f"--allow_change {refused[0].key}"
-        )
+        found = f"{place} holds a {what} of another recipe: {refused[0]}{more}"
+        remedy = "give this one its own folder with --output_dir, start over with --resume never, or"
+        raise UserError(f"{found}; {remedy} accept the change with --allow_change {refused[0].key}")
 
 
 def check_allowed(key: str) -> str:

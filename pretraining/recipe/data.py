@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 from pretraining.errors import nearest
-from pretraining.recipe.section import Section, key
+from pretraining.recipe.section import TEXT, Section, described, key
 from pretraining.schema import Wrong, problem
 
 END_OF_TEXT = "<|endoftext|>"
@@ -21,6 +21,7 @@ MOST_HASHES = 4096
 
 # a context of our own: the default one could be changed by any library
 _DECIMALS = Context(prec=50)
+_VALUES = {"type": ["array", "null"], "minItems": 1}
 
 
 class Condition(Section):
@@ -32,11 +33,9 @@ class Condition(Section):
     """Least number."""
     at_most: float | None = key(default=None, omitted=True)
     """Greatest number."""
-    among: list | None = key(default=None, schema={"type": ["array", "null"], "minItems": 1}, omitted=True)
+    among: list | None = key(default=None, schema=_VALUES, omitted=True)
     """Values, of which it is one."""
-    not_among: list | None = key(
-        default=None, schema={"type": ["array", "null"], "minItems": 1}, omitted=True
-    )
+    not_among: list | None = key(default=None, schema=_VALUES, omitted=True)
     """Values, of which it is none."""
 
     def holds(self, row: dict) -> bool:
@@ -227,6 +226,28 @@ class Mixture(Section):
     """Weights that change during the run, in order."""
 
 
+_TRAINED_TOKENIZER = {
+    "train_vocab_size": described(
+        "Ids of the tokenizer, special tokens included.", type="integer", minimum=257
+    ),
+    "min_frequency": described(
+        "How often a pair must occur to be merged; left out: once.", type="integer", minimum=1
+    ),
+    "special_tokens": described(
+        "Special tokens of your own, with the ids 1, 2, ... behind <|endoftext|>.", type="array", items=TEXT
+    ),
+    "split": described(
+        "Where BPE may not merge: gpt2 (left out: this), gpt4, or a regular expression of the pieces of a text.",
+        **TEXT,
+    ),
+    "units": described(
+        "In place of train_vocab_size: a token for each byte, or for each character of the corpus (others are "
+        "spelled in bytes).",
+        enum=["bytes", "characters"],
+    ),
+}
+
+
 class Data(Section):
     """The text, how it becomes tokens, and how much of it validates."""
 
@@ -234,38 +255,7 @@ class Data(Section):
     """Folder below data/ that holds the prepared tokens; recipes with equal data share it."""
     sources: list[Source] = key(minItems=1)
     """Where the text comes from, in this order."""
-    tokenizer: str | dict = key(
-        minLength=1,
-        properties={
-            "train_vocab_size": {
-                "type": "integer",
-                "minimum": 257,
-                "description": "Ids of the tokenizer, special tokens included.",
-            },
-            "min_frequency": {
-                "type": "integer",
-                "minimum": 1,
-                "description": "How often a pair must occur to be merged; left out: once.",
-            },
-            "special_tokens": {
-                "type": "array",
-                "items": {"type": "string", "minLength": 1},
-                "description": "Special tokens of your own, with the ids 1, 2, ... behind <|endoftext|>.",
-            },
-            "split": {
-                "type": "string",
-                "minLength": 1,
-                "description": "Where BPE may not merge: gpt2 (left out: this), gpt4, or a regular expression of the "
-                "pieces of a text.",
-            },
-            "units": {
-                "enum": ["bytes", "characters"],
-                "description": "In place of train_vocab_size: a token for each byte, or for each character of the "
-                "corpus (others are spelled in bytes).",
-            },
-        },
-        additionalProperties=False,
-    )
+    tokenizer: str | dict = key(minLength=1, properties=_TRAINED_TOKENIZER, additionalProperties=False)
     """A name or path, {"train_vocab_size": N} to train byte-level BPE on the corpus, or {"units": "bytes"}."""
     borders: Literal["eos", "bos", "bos_eos"] = key(default="eos")
     """The special tokens around a document: its end of text behind it, the beginning of text before it, or both."""
@@ -335,19 +325,15 @@ class Data(Section):
             if source.keep is not None and (source.path is None) == (source.dataset is None):
                 yield f"{place}.keep", "asks for fields, and this text has none; leave it out"
             elif source.keep is not None and source.format is not None:
-                yield (
-                    f"{place}.keep",
-                    f"asks for fields, and {source.format} have none; leave one of the two out",
-                )
+                what = f"asks for fields, and {source.format} have none; leave one of the two out"
+                yield f"{place}.keep", what
         named = {source.called for _, source in self.text_origins}
         for number, rule in enumerate(self.filters):
             for name in rule.get("sources") or ():
                 if name not in named:
                     hint = nearest(name, named) or f"; the sources are: {', '.join(sorted(named))}"
-                    yield (
-                        f"{at}.filters.{number}.sources",
-                        f"names {name!r}, and there is no such source{hint}",
-                    )
+                    what = f"names {name!r}, and there is no such source{hint}"
+                    yield f"{at}.filters.{number}.sources", what
         trained = self.tokenizer if isinstance(self.tokenizer, dict) else None
         tokens = [END_OF_TEXT, *((trained or {}).get("special_tokens", ()))]
         for number, token in enumerate(tokens):
@@ -355,17 +341,13 @@ class Data(Section):
                 what = f"is {token!r}, which is there already; leave it out ({END_OF_TEXT} always has id 0)"
                 yield f"{at}.tokenizer.special_tokens.{number - 1}", what
         if trained is not None and ("train_vocab_size" in trained) == ("units" in trained):
-            yield (
-                f"{at}.tokenizer",
-                "needs one of train_vocab_size and units; a tokenizer is trained, or has units",
-            )
+            what = "needs one of train_vocab_size and units; a tokenizer is trained, or has units"
+            yield f"{at}.tokenizer", what
         if trained and "units" in trained:
             merging = ["split", *(["min_frequency"] if trained["units"] == "bytes" else [])]
             for name in filter(trained.get, merging):
-                yield (
-                    f"{at}.tokenizer.{name}",
-                    f"goes with train_vocab_size, not with units; leave {name} out",
-                )
+                what = f"goes with train_vocab_size, not with units; leave {name} out"
+                yield f"{at}.tokenizer.{name}", what
         fewest = 256 + len(tokens)
         if trained and (size := trained.get("train_vocab_size", fewest)) < fewest:
             what = f"is {size}; 256 bytes and {len(tokens)} special tokens need {fewest}"
@@ -425,9 +407,9 @@ def source_names(section: Data, where: str) -> list[str]:
 def run_shares(wished: Sequence[WishedStage], num_samples: int) -> list[Fraction]:
     """The share of each source in a run of `num_samples` blocks, over all its stages: [sources], summing to one."""
     stops = [num_samples if stage.stop is None else stage.stop for stage in wished]
+    lengths = [stop - stage.start for stage, stop in zip(wished, stops, strict=True)]
     drawn = [
-        [(stop - stage.start) * share for share in stage.shares]
-        for stage, stop in zip(wished, stops, strict=True)
+        [length * share for share in stage.shares] for stage, length in zip(wished, lengths, strict=True)
     ]
     return [sum(column) / num_samples for column in zip(*drawn, strict=True)]
 
@@ -436,10 +418,11 @@ def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str
     """A mixture is right as far as that shows before its data, and thus its sources' sizes, are there."""
     names = source_names(data, where)
     if data.prepare == "budget" and not shares_are_written(data):
-        what = f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared; give"
-        remedy = "every source a weight, or set prepare to all (and max_tokens of the sources, "
-        remedy += "if they are large)"
-        yield "data.prepare", f"{what} {remedy}"
+        what = (
+            f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared"
+        )
+        caps = "max_tokens of the sources, if they are large"
+        yield "data.prepare", f"{what}; give every source a weight, or set prepare to all (and {caps})"
     if is_mixed(data):
         # sizes are not known yet; any will do, since only the shares depend on them
         read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
@@ -466,10 +449,8 @@ def num_unique_tokens(data: Data, num_samples: int, sequence_length: int) -> int
     names = [source.called for source in data.sources]
     stages = read_stages(data, names, [1] * len(names), num_samples, sequence_length, "")
     drawn = [share * num_samples for share in run_shares(stages, num_samples)]
-    return sum(
-        min(int(samples * num_tokens / num_samples), cap or num_tokens)
-        for samples, cap in zip(drawn, caps, strict=True)
-    )
+    tokens = [int(samples * num_tokens / num_samples) for samples in drawn]
+    return sum(min(read, cap or num_tokens) for read, cap in zip(tokens, caps, strict=True))
 
 
 def read_stages(
@@ -491,9 +472,8 @@ def read_stages(
                 what = f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
                 raise problem(where, f"{key}.until", what)
         elif until is None:
-            raise problem(
-                where, f"{key}.until", "is missing: a share of the run below 1, or a number of tokens"
-            )
+            what = "is missing: a share of the run below 1, or a number of tokens"
+            raise problem(where, f"{key}.until", what)
         else:
             # stages begin and end at whole blocks
             stop = block_of(until, num_samples, sequence_length)
@@ -501,15 +481,13 @@ def read_stages(
                 what = f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,}"
                 what += f" and the run's end at {num_samples:,} (blocks of {sequence_length:,} tokens)"
                 raise problem(where, f"{key}.until", what)
-        shares = (
-            base if stage.weights is None else _named_shares(stage.weights, names, where, f"{key}.weights")
-        )
+        weights = stage.weights
+        shares = base if weights is None else _named_shares(weights, names, where, f"{key}.weights")
         wished.append(WishedStage(start, stop, shares))
         start = stop
     for number, name in enumerate(names):
         if not any(stage.shares[number] for stage in wished):
-            what = f"no stage reads the source {name!r}; name it in one"
-            raise problem(where, "data.mixture.stages", what)
+            raise problem(where, "data.mixture.stages", f"no stage reads the source {name!r}; name it in one")
     return wished
 
 

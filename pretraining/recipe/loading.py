@@ -16,12 +16,7 @@ from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.outside.addresses import refuse_credentials
 from pretraining.recipe.budget import check_multiple
 from pretraining.recipe.data import shares_are_written
-from pretraining.recipe.model import (
-    checked_model,
-    known_types,
-    read_config,
-    refuse_names_of_others,
-)
+from pretraining.recipe.model import checked_model, known_types, read_config, refuse_names_of_others
 from pretraining.recipe.piecewise import shrunk
 from pretraining.recipe.published import read_published, with_origin
 from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
@@ -31,7 +26,6 @@ from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.runtime.installation import as_typed
 from pretraining.schema import check, display_path, load_json, problem, read_json, refuse_first
 
-NO_DEEPSPEED = ("null", "none")
 OTHER_NAMES = {
     "name": "experiment_name exp_name wandb_name wandb_run_name",
     "deepspeed": "zero zero_stage zero_optimization",
@@ -140,7 +134,7 @@ def recipe_of(
     others = [each for each in overrides if each not in of_shape]
     values = _apply_overrides(check(values, recipe_schema(), where), others, notes)
     if deepspeed is not None:
-        values["deepspeed"] = None if deepspeed in NO_DEEPSPEED else deepspeed
+        values["deepspeed"] = None if deepspeed in ("null", "none") else deepspeed
     where += f" with --set {' '.join(overrides)}" if overrides else ""
     recipe = _built(values, path, where, tuple(overrides))
     if limit_tokens is not None:
@@ -283,11 +277,9 @@ def _find(name_or_path: str) -> Path:
         path = published / path.name
     if name_or_path == "schema" or not path.is_file():
         names, of_others = recipe_names(), [each.stem for each in sorted(published.glob("*.json"))]
-        raise UserError(
-            f"--recipe {name_or_path}: no such recipe{nearest(name_or_path, names + of_others)}; "
-            f"there are: {', '.join(names)}; of published runs {', '.join(of_others)} "
-            "(or give a path that ends in .json)"
-        )
+        there = f"there are: {', '.join(names)}; of published runs {', '.join(of_others)}"
+        near = f"no such recipe{nearest(name_or_path, names + of_others)}"
+        raise UserError(f"--recipe {name_or_path}: {near}; {there} (or give a path that ends in .json)")
     return path
 
 
@@ -378,10 +370,8 @@ def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks
         fitting = next(size for size in range(min(most, samples), 0, -1) if samples % size == 0)
         step = fitting * recipe.sequence_length
     if step > tokens:
-        raise UserError(
-            f"--limit_tokens {tokens}: is less than one step of {step:,} tokens; raise it, or lower "
-            "budget.tokens_per_step or the sequence length"
-        )
+        remedy = "raise it, or lower budget.tokens_per_step or the sequence length"
+        raise UserError(f"--limit_tokens {tokens}: is less than one step of {step:,} tokens; {remedy}")
     steps = tokens // step
     # A deep copy: lists and objects inside are changed.
     changed = json.loads(json.dumps(values))

@@ -89,13 +89,14 @@ def is_exact(model: dict) -> bool:
 
 def has_experts(model: dict) -> bool:
     """Return whether routers of this model of transformers send each token to some of several experts."""
-    return model_extension(model["model_type"]) is None and _has_experts(model_with_defaults(model))
+    return _has_experts(model_with_defaults(model))
 
 
 def _has_experts(values: dict) -> bool:
     key = experts_key(values)
-    # Doge is a mixture only where it says so
-    return key is not None and values[key] > 1 and values.get("is_moe", True)
+    if key is None or model_extension(values["model_type"]) is not None:
+        return False
+    return values[key] > 1 and values.get("is_moe", True)  # Doge is a mixture only where it says so
 
 
 def experts_key(values: dict) -> str | None:
@@ -276,11 +277,7 @@ def model_with_defaults(model: dict) -> dict:
     """
     defaults = {key: value["default"] for key, value in properties_of(model).items() if "default" in value}
     values = {**defaults, **model}
-    if (
-        "output_router_logits" not in model
-        and _has_experts(values)
-        and model_extension(model["model_type"]) is None
-    ):
+    if "output_router_logits" not in model and _has_experts(values):
         values["output_router_logits"] = True
     return values
 
@@ -397,9 +394,8 @@ def _check_heads_and_experts(model: dict) -> Wrong:
     if (chosen := model.get("topk_group") or 1) > groups:
         yield "model.topk_group", f"is {chosen}, more than model.n_group {groups}"
     if model["model_type"] == "qwen3_moe":
-        layers, step, dense = (
-            model[key] for key in ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers")
-        )
+        keys = ("num_hidden_layers", "decoder_sparse_step", "mlp_only_layers")
+        layers, step, dense = (model[key] for key in keys)
         # a mixture is every `decoder_sparse_step`th layer that is not in `mlp_only_layers`
         if not any((layer + 1) % step == 0 and layer not in (dense or ()) for layer in range(layers)):
             key = "mlp_only_layers" if step <= layers else "decoder_sparse_step"
@@ -420,8 +416,7 @@ def _check_rope(model: dict) -> Wrong:
             yield f"{key}.{name}", "is null; leave it out"
     kind = given.get("rope_type", "default")
     if kind not in ROPE:
-        what = f"is {json.dumps(kind)}, not one of {', '.join(ROPE)}{nearest(kind, ROPE)}"
-        yield f"{key}.rope_type", what
+        yield f"{key}.rope_type", f"is {json.dumps(kind)}, not one of {', '.join(ROPE)}{nearest(kind, ROPE)}"
     needed, optional = ROPE[kind]
     for name in needed:
         if given.get(name) is None:
@@ -434,8 +429,7 @@ def _check_rope(model: dict) -> Wrong:
         if len(given[name]) != head_dim // 2:
             yield f"{key}.{name}", f"has {len(given[name])} numbers; half of a head needs {head_dim // 2}"
     if kind == "llama3" and (high := given["high_freq_factor"]) <= (low := given["low_freq_factor"]):
-        what = f"is {high:g}; it must be greater than low_freq_factor {low:g}"
-        yield f"{key}.high_freq_factor", what
+        yield f"{key}.high_freq_factor", f"is {high:g}; it must be greater than low_freq_factor {low:g}"
 
 
 def _check_layer_types(model: dict) -> Wrong:
@@ -451,7 +445,6 @@ def _check_layer_types(model: dict) -> Wrong:
         return
     for number, kind in enumerate(given):
         if kind not in ("full_attention", "sliding_attention"):
-            what = f"is {json.dumps(kind)}; it must be full_attention or sliding_attention"
-            yield f"{key}.{number}", what
+            yield f"{key}.{number}", f"is {json.dumps(kind)}; it must be full_attention or sliding_attention"
     if "sliding_attention" in given and not (model.get("use_sliding_window") and model.get("sliding_window")):
         yield key, "has sliding_attention, which needs model.use_sliding_window true and sliding_window"

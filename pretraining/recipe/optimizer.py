@@ -96,19 +96,14 @@ class InitialRow(SomeParameters):
 
     def deviation(self, layers: int, outputs: int, inputs: int) -> float:
         """Return std divided by what `over` names, for a matrix of these sides."""
-        divisors = {
-            "layers": math.sqrt(2 * layers),
-            "inputs": math.sqrt(inputs),
-            "spectral": math.sqrt(inputs * max(1.0, inputs / outputs)),
-        }
+        spectral = math.sqrt(inputs * max(1.0, inputs / outputs))
+        divisors = {"layers": math.sqrt(2 * layers), "inputs": math.sqrt(inputs), "spectral": spectral}
         return self.std / divisors.get(self.over or "", 1.0)
 
 
-_TRIPLES = {
-    "type": "array",
-    "items": {"type": "array", "minItems": 3, "items": {"type": "number"}},
-    "minItems": 1,
-}
+_TRIPLE = {"type": "array", "minItems": 3, "items": {"type": "number"}}
+_TRIPLES = {"type": "array", "items": _TRIPLE, "minItems": 1}
+_POLYNOMIALS = {"anyOf": [{"enum": ["steep", "converging", "polar_express"]}, _TRIPLES]}
 
 
 class Optimizer(Section):
@@ -131,15 +126,7 @@ class Optimizer(Section):
     """Muon's."""
     nesterov: bool = key(default=True)
     """Muon orthogonalises the momentum one step ahead."""
-    polynomial: str | list = key(
-        default="steep",
-        schema={
-            "anyOf": [
-                {"enum": ["steep", "converging", "polar_express"]},
-                _TRIPLES,
-            ]
-        },
-    )
+    polynomial: str | list = key(default="steep", schema=_POLYNOMIALS)
     """Of the orthogonalisation: steep (Jordan 2024: near 1 in 5 steps), converging (to 1 in 12), polar_express (Amsel
     et al. 2025), or the [[a, b, c], ...] of a x + b x^3 + c x^5, one a step, the last one repeated."""
     neuron_beta2: float | None = key(default=None, minimum=0, exclusiveMaximum=1)
@@ -211,9 +198,8 @@ class Scales:
     decay: float = 1.0
     epsilon: float = 1.0
 
-    def times(self, multiplier: float) -> "Scales":
-        """With a multiplier of the activations moved into the weight."""
-        c = multiplier
+    def times(self, c: float) -> "Scales":
+        """With a multiplier `c` of the activations moved into the weight."""
         return Scales(self.initial * c, self.rate * c, self.decay / c, self.epsilon / c)
 
 
@@ -278,9 +264,8 @@ def check_mup(mup: Mup, model: dict, draw: Iterable[InitialRow]) -> Wrong:
             what = "scales what the class draws with its layers, and model.draw has values of its own"
             yield "mup.base_layers", f"{what}; leave one of them out"
     if kind not in FAMILIES:
-        what = f"is set, but muP has no rule here for the routers and experts of {kind}; "
-        what += "leave it out, or choose"
-        yield "mup.base_width", f"{what} {', '.join(FAMILIES)}"
+        what = f"is set, but muP has no rule here for the routers and experts of {kind}"
+        yield "mup.base_width", f"{what}; leave it out, or choose {', '.join(FAMILIES)}"
     size = shape_of(model)[2]
     if kind == "gpt2" and mup.base_head_size not in (None, size):
         what = f"is {mup.base_head_size}, and heads here have {size}; gpt2 keeps queries, keys and values in one matrix"

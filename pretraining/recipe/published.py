@@ -38,7 +38,8 @@ def read_published(model: dict, where: str) -> tuple[dict, str]:
     `UserError` if there is no such config.json, or its model does not train here. where: the recipe.
     """
     beside = {key: value for key, value in model.items() if key not in Weights.PUBLISHED}
-    given = check({key: model[key] for key in model if key not in beside}, _SCHEMA, where, "model")
+    schema = {"type": "object", "properties": Weights.PUBLISHED, "required": ["from"]}
+    given = check({key: model[key] for key in model if key not in beside}, schema, where, "model")
     name, _, revision = given["from"].partition("@")
     if revision and "revision" in given:
         raise problem(where, "model.revision", f"is written twice: {KEY} names {revision} too; leave one out")
@@ -55,9 +56,6 @@ def read_published(model: dict, where: str) -> tuple[dict, str]:
     at = f" at {commit[:12]}" if commit else ""
     read = f"{kind} from {name}{at}, config.json {origin['digest'][:19]}"
     return {**origin, **section, **beside}, "; ".join([read, *said])
-
-
-_SCHEMA = {"type": "object", "properties": Weights.PUBLISHED, "required": ["from"]}
 
 
 def with_origin(model: Any, key: str, value: str) -> dict:
@@ -156,8 +154,6 @@ def _section(config: dict, model_type: str | None, where: str) -> tuple[dict, li
         if "error" in answer:
             raise UserError(f"{where}: transformers cannot read it ({answer['error']})")
         section |= (read := answer["read"])
-        meant = (
-            f"read as {json.dumps(read)}" if read else "left out: transformers makes the same model without"
-        )
-        said.append(f"{', '.join(others)} {meant}")
+        left_out = "left out: transformers makes the same model without"
+        said.append(f"{', '.join(others)} " + (f"read as {json.dumps(read)}" if read else left_out))
     return section, said

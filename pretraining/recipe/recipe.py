@@ -13,70 +13,45 @@ from pathlib import Path
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined, model_extension
-from pretraining.recipe.budget import (
-    RAMP,
-    SCHEDULE_KEYS,
-    STEP_SIZE,
-    Budget,
-    Progress,
-    Resize,
-    StepSizes,
-    nearest_multiples,
-)
+from pretraining.recipe import sections
+from pretraining.recipe.budget import Budget, Progress, StepSizes, kept_resizes, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
 from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
-from pretraining.recipe.section import RECIPES, Section, check_folder_name
-from pretraining.recipe.sections import (
-    Checkpoints,
-    Evaluation,
-    Loss,
-    Monitors,
-    Published,
-    Report,
-    Speed,
-    Weights,
-)
+from pretraining.recipe.section import RECIPES, TEXT, Section, check_folder_name, described
 from pretraining.recipe.training import DECAYING, Training, check_judged, check_schedule
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
 from pretraining.schema import Wrong, display_path, problem, refuse_first
 
-_TEXT = {"type": "string", "minLength": 1}
-_MODULE = {
-    "type": "object",
-    "properties": {"module": _TEXT, "digest": {"type": "string"}},
-    "required": ["module"],
-}
+_MODULE: dict = {"type": "object", "properties": {"module": TEXT, "digest": {"type": "string"}}}
+_MODULE |= {"required": ["module"], "additionalProperties": False}
 TOP_LEVEL = {
     "$schema": {"type": "string"},
-    "base": {
-        **_TEXT,
-        "description": "Another recipe, by name or by its path from this file, without a base of its own: its keys "
-        "hold where this file says nothing. Lists and objects in a section replace the base's; so do a model with a "
-        "model_type, and published.",
-    },
-    "name": {
-        "type": "string",
-        "description": "Name of the run and of its folder runs/<name>; the file's name where left out.",
-    },
-    "description": {
-        "type": "string",
-        "description": "One or two sentences: what it is, where the values come from, what it should reach.",
-    },
-    "extensions": {
-        "type": "array",
-        "default": [],
-        "items": {"anyOf": [{**_MODULE, "additionalProperties": False}, _TEXT]},
-        "description": "Modules of your own with callbacks, metrics, losses, schedules, filters or models: paths from "
-        "this file, or names that can be imported. A run's recipe.json adds the digest of each.",
-    },
-    "deepspeed": {
-        "type": ["string", "null"],
-        "minLength": 1,
-        "default": None,
-        "description": "How to shard: a name from ds_configs/ (zero0 ... zero3, zero2_offload, ...), a path, or null "
-        "for none.",
-    },
+    "base": described(
+        "Another recipe, by name or by its path from this file, without a base of its own: its keys hold where this "
+        "file says nothing. Lists and objects in a section replace the base's; so do a model with a model_type, and "
+        "published.",
+        **TEXT,
+    ),
+    "name": described(
+        "Name of the run and of its folder runs/<name>; the file's name where left out.", type="string"
+    ),
+    "description": described(
+        "One or two sentences: what it is, where the values come from, what it should reach.", type="string"
+    ),
+    "extensions": described(
+        "Modules of your own with callbacks, metrics, losses, schedules, filters or models: paths from this file, or "
+        "names that can be imported. A run's recipe.json adds the digest of each.",
+        type="array",
+        default=[],
+        items={"anyOf": [_MODULE, TEXT]},
+    ),
+    "deepspeed": described(
+        "How to shard: a name from ds_configs/ (zero0 ... zero3, zero2_offload, ...), a path, or null for none.",
+        type=["string", "null"],
+        minLength=1,
+        default=None,
+    ),
 }
 """JSON Schema of the keys beside the sections."""
 KEYWORDS: dict[str, type[dict]] = {"model": Model, "training": Training}
@@ -96,18 +71,18 @@ class Recipe:
     data: Data
     budget: Budget
     training: Training
-    loss: Loss
+    loss: sections.Loss
     optimizer: Optimizer
     mup: Mup
-    speed: Speed
+    speed: sections.Speed
     deepspeed: str | None
     """Name or path of a ds_config, or None for no DeepSpeed."""
-    checkpoints: Checkpoints
-    monitors: Monitors
-    evaluation: Evaluation
-    report: Report
-    published: Published = field(default_factory=Published)
-    weights: Weights = field(default_factory=Weights)
+    checkpoints: sections.Checkpoints
+    monitors: sections.Monitors
+    evaluation: sections.Evaluation
+    report: sections.Report
+    published: sections.Published = field(default_factory=sections.Published)
+    weights: sections.Weights = field(default_factory=sections.Weights)
     """The keys of `model` that are ours: what it begins with, what of it is trained."""
     origin: dict = field(default_factory=dict)
     """Where the model's shape was read: `from`, `revision` and `digest`; empty if the recipe states it."""
@@ -122,14 +97,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Sections are built from the JSON objects of a file, or of `dataclasses.replace`."""
-        for name, section in SECTIONS.items():
-            value = getattr(self, name)
-            if not isinstance(value, section):
-                # the dataclass is frozen
-                object.__setattr__(self, name, section.of(value))
-        for name, keywords in KEYWORDS.items():
-            if not isinstance(getattr(self, name), keywords):
-                object.__setattr__(self, name, keywords(getattr(self, name)))
+        makers = {name: (section, section.of) for name, section in SECTIONS.items()}
+        makers |= {name: (keywords, keywords) for name, keywords in KEYWORDS.items()}
+        for name, (kind, make) in makers.items():
+            if not isinstance(getattr(self, name), kind):
+                object.__setattr__(self, name, make(getattr(self, name)))  # the dataclass is frozen
 
     @property
     def words(self) -> list[str]:
@@ -152,17 +124,10 @@ class Recipe:
     def progress(self, step: int = 0, tokens: int = 0, changes: Sequence[dict] = ()) -> Progress:
         """Where a run is that begins, or goes on, after `step` steps and `tokens` tokens.
 
-        changes: what the run has accepted on the way, in order: {"step", "key", "from", "to"} each. Those of the step's
-        size are kept through which a schedule that counts steps keeps its place. A schedule that was itself changed
-        counts the steps as they are from there on. So does one that met a change while the size rose by a ramp.
+        changes: what the run has accepted on the way, in order: {"step", "key", "from", "to"} each.
         """
-        sizes, resizes = self.step_sizes, []
-        if not any(change["key"] == RAMP for change in changes):
-            renewed = [change["step"] for change in changes if change["key"] in SCHEDULE_KEYS]
-            first = max(max(renewed, default=-1) + 1, sizes.ramp_steps)
-            kept = [change for change in changes if change["key"] == STEP_SIZE and change["step"] >= first]
-            resizes = [Resize(change["step"], change["from"], change["to"]) for change in kept]
-        return Progress(sizes, self.sequence_length, self.budget.tokens, step, tokens, tuple(resizes))
+        resizes = kept_resizes(changes, self.step_sizes)
+        return Progress(self.step_sizes, self.sequence_length, self.budget.tokens, step, tokens, resizes)
 
     @property
     def own_groups(self) -> list[str]:
@@ -176,14 +141,12 @@ class Recipe:
     @property
     def watched_keys(self) -> list[str]:
         """Keys for which attention is watched."""
-        watching = {
-            "optimizer.qk_clip": self.optimizer.qk_clip,
-            "monitors.activations_steps": self.monitors.activations_steps,
-        }
+        watching = {"optimizer.qk_clip": self.optimizer.qk_clip}
+        watching["monitors.activations_steps"] = self.monitors.activations_steps
         return [key for key, value in watching.items() if value is not None]
 
     @property
-    def resolved_loss(self) -> Loss:
+    def resolved_loss(self) -> sections.Loss:
         """The section `loss` with the way that `auto` takes: plain, chunked or fused."""
         if self.loss.function is not None:
             return replace(self.loss, kind="plain")
@@ -277,9 +240,8 @@ class Recipe:
         yield from check_folder_name(self.data.name, "data.name")
         yield from self.data.check("data")
         yield from self.model.check()
-        if (
-            model_extension(model.model_type) is None
-        ):  # else its code would run: before it trains (refusals.py)
+        # else its code would run: before it trains (refusals.py)
+        if model_extension(model.model_type) is None:
             yield from check_documents(self.data, model)
             yield from check_loss(self.loss, model)
         for number, rule in enumerate(self.data.filters):
@@ -353,14 +315,14 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     `UserError` if ranks x micro-batch x length does not divide it, or a smaller step of the ramp; it names the nearest
     values that do. ds_config: may let several ranks work on the same samples (`ds_config.Degrees`).
     """
-    together = degrees_of(ds_config).ranks_per_sample
-    ranks, micro_batch, length = world_size // together, recipe.micro_batch, recipe.sequence_length
-    ranks_words = f"{ranks} ranks" if together == 1 else f"{ranks} groups of {together} ranks"
+    per_sample = degrees_of(ds_config).ranks_per_sample
+    ranks, micro_batch, length = world_size // per_sample, recipe.micro_batch, recipe.sequence_length
+    ranks_words = f"{ranks} ranks" if per_sample == 1 else f"{ranks} groups of {per_sample} ranks"
     tokens_at_once, where = ranks * micro_batch * length, display_path(recipe.path)
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
-        product = f"{tokens_at_once} = {ranks_words} x {micro_batch} per_device_train_batch_size "
-        product += f"x {length} tokens"
+        together = f"{ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"
+        product = f"{tokens_at_once} = {together}"
         multiples = nearest_multiples(recipe.tokens_per_step, tokens_at_once)
         per_rank = recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
@@ -403,7 +365,7 @@ def check_documents(data: Data, model: Model) -> Wrong:
         yield "model.attn_implementation", what
 
 
-def check_loss(loss: Loss, model: Model) -> Wrong:
+def check_loss(loss: sections.Loss, model: Model) -> Wrong:
     """The logits are a product that can be fused with their loss, and the routers' are there, if that is wanted."""
     if loss.kind == "fused" and (reason := why_not(model, "fused")):
         yield "loss.kind", f"is fused: {reason}; use chunked"
@@ -418,7 +380,7 @@ def check_loss(loss: Loss, model: Model) -> Wrong:
         yield "loss.router_z_loss", f"{what}; set it, or leave router_z_loss out"
 
 
-def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> Wrong:
+def check_metric(evaluation: sections.Evaluation, data: Data, metrics: Sequence[str]) -> Wrong:
     """What evaluation.metric names is measured by every validation. metrics: those of extensions."""
     metric, task_steps = evaluation.metric, evaluation.task_steps
     # scores are <task>/<metric>
@@ -438,6 +400,5 @@ def check_metric(evaluation: Evaluation, data: Data, metrics: Sequence[str]) -> 
         what = f"is {task_steps}, but evaluation.metric {metric} is wanted at each validation: leave it out"
         yield "evaluation.task_steps", what
     if is_score and not evaluation.tasks and evaluation.hellaswag is None:
-        what = f"is {metric!r}, but nothing scores it: name evaluation.tasks, or data for "
-        what += "evaluation.hellaswag"
-        yield "evaluation.metric", what
+        what = f"is {metric!r}, but nothing scores it"
+        yield "evaluation.metric", f"{what}: name evaluation.tasks, or data for evaluation.hellaswag"

@@ -39,9 +39,6 @@ from pretraining.recipe.recipe import check_documents, check_loss
 from pretraining.recipe.training import ADAMW, DECAYING, DEFAULT_OPTIM, ELEMENTWISE, SCHEDULE_FREE
 from pretraining.schema import Wrong, display_path, refuse_first
 
-SOME_BLOCKS = 8192
-"""Blocks of a window that an error suggests."""
-
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
     "adamw_torch_4bit": "keeps its states as tensors that checkpoints cannot hold",
@@ -105,14 +102,13 @@ def _needs_the_whole_text(recipe: Recipe) -> Wrong:
     data, option, first = recipe.data, "--while_preparing", "or run data_prep.py before train.py"
     if data.shuffle_blocks is None:
         what = f"is missing: {option} reads the text in windows of blocks as they are prepared"
-        yield "data.shuffle_blocks", f"{what}; --set data.shuffle_blocks={SOME_BLOCKS}, {first}"
+        yield "data.shuffle_blocks", f"{what}; --set data.shuffle_blocks=8192, {first}"
     if data.packing == "cropped":
         what = f"is cropped, whose blocks are counted over all of the text first, which {option} cannot"
         yield "data.packing", f"{what}; take best_fit, {first}"
     if data.dedup and data.dedup.compares:
-        what = f"compares all documents before any is trained on, which {option} cannot; "
-        what += f"set it to null, {first}"
-        yield "data.dedup", what
+        what = f"compares all documents before any is trained on, which {option} cannot"
+        yield "data.dedup", f"{what}; set it to null, {first}"
     if is_mixed(data):
         what = f"mixes sources, and with {option} the text of one is there long before that of another"
         remedy = f"leave the weights and the mixture out, {first}"
@@ -235,10 +231,8 @@ def _check_compile(recipe: Recipe, ds_config: dict | None) -> Wrong:
             what = f"is deepcompile, and loss.kind {recipe.loss.kind} leaves the head out of its graph"
             yield key, f"{what}; --set loss.kind=plain"
         if keys := recipe.own_groups:
-            yield (
-                key,
-                f"is deepcompile, which does not know the groups of {keys[0]}; --set speed.compile=auto",
-            )
+            what = f"is deepcompile, which does not know the groups of {keys[0]}"
+            yield key, f"{what}; --set speed.compile=auto"
         return
     name, value, without = ("mode", mode, "null") if mode else ("backend", backend, "inductor")
     key, degrees = f"speed.compile_{name}", degrees_of(ds_config)
@@ -510,20 +504,17 @@ def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> N
     """Refuse degrees of parallelism, or a group size of hpZ, that do not divide the ranks."""
     degrees, group = degrees_of(ds_config), hpz_ranks(ds_config)
     there = f"there is {world_size}" if world_size == 1 else f"there are {world_size}"
-    for size, what in (
-        (degrees.ranks_per_sample, str(degrees)),
-        (degrees.expert, f"expert {degrees.expert}"),
-    ):
+    named = {str(degrees): degrees.ranks_per_sample, f"expert {degrees.expert}": degrees.expert}
+    for words, size in named.items():
         if world_size % size:
             fitting = ", ".join(str(each) for each in range(1, world_size + 1) if not world_size % each)
             remedy = f"; degrees that divide {world_size}: {fitting}" if world_size > 1 else ""
-            what += f": needs a multiple of {size} ranks, and {there}{remedy}"
+            what = f"{words}: needs a multiple of {size} ranks, and {there}{remedy}"
             raise UserError(f"deepspeed {name}: {what}")
     if world_size % group:
-        what = f"zero_optimization.zero_hpz_partition_size is {group}, "
-        what += f"which does not divide {world_size} ranks"
+        what = f"zero_hpz_partition_size is {group}, which does not divide {world_size} ranks"
         remedy = "set it to the number of GPUs of a node, or use --deepspeed zero3"
-        raise UserError(f"deepspeed {name}: {what}; {remedy}")
+        raise UserError(f"deepspeed {name}: zero_optimization.{what}; {remedy}")
 
 
 CHECKS = (

@@ -40,11 +40,7 @@ LONGEST_NAME = 200
 
 
 def key(
-    *,
-    default: Any = MISSING,
-    default_factory: Any = MISSING,
-    omitted: bool = False,
-    **limits: Any,
+    *, default: Any = MISSING, default_factory: Any = MISSING, omitted: bool = False, **limits: Any
 ) -> Any:
     """A field of a section. The text beneath it is what editors and docs/recipe_keys.md say of it.
 
@@ -60,6 +56,14 @@ def key(
         kept, default = default, MISSING
         return field(default_factory=lambda: copy(kept), metadata=metadata)
     return field(default=default, default_factory=default_factory, metadata=metadata)
+
+
+TEXT = {"type": "string", "minLength": 1}
+
+
+def described(text: str, **schema: Any) -> dict:
+    """Return the schema of a key that is no field of a section, in the words of JSON Schema, with its description."""
+    return {**schema, "description": text}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(key, field))
@@ -79,8 +83,8 @@ class Section:
     @classmethod
     def of(cls, values: Mapping) -> Self:
         """The section of a checked JSON object; what it leaves out has its default."""
-        inner = _inner_sections(cls)
-        section = cls(**{name: _built(inner.get(name), value) for name, value in values.items()})
+        hints = {each.name: each.type for each in fields(cls)}
+        section = cls(**{name: _built(hints.get(name), value) for name, value in values.items()})
         if cls.keeps_what_is_written:
             # the dataclass is frozen; the name is no field
             object.__setattr__(section, "_written", frozenset(values))
@@ -99,11 +103,11 @@ class Section:
     @classmethod
     def schema(cls, described: bool = False) -> dict:
         """described: with the texts beneath the fields, for which the source is read; checks do without."""
-        texts = _texts_beneath(cls) if described else {}
+        texts: dict[str, str] = {}
+        for each in reversed(cls.__mro__) if described else ():
+            texts |= texts_beneath(each) if issubclass(each, Section) else {}
         properties = {each.name: _field_schema(each, texts, described) for each in fields(cls)}
-        required = [
-            each.name for each in fields(cls) if each.default is MISSING and each.default_factory is MISSING
-        ]
+        required = [each.name for each in fields(cls) if each.default is each.default_factory is MISSING]
         schema = {"type": "object", "description": description_of(cls), "properties": properties}
         if cls.one_of:
             schema["oneOf"] = [{"required": [name]} for name in cls.one_of]
@@ -129,39 +133,26 @@ def description_of(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
 
 
-def _texts_beneath(section: type[Section]) -> dict[str, str]:
-    """{name: text beneath the field, as one line}, of a class and of those that it inherits from."""
-    texts: dict[str, str] = {}
-    for each in reversed(section.__mro__):
-        if issubclass(each, Section):
-            whole = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
-            assert isinstance(whole, ast.ClassDef)
-            for pair in pairwise(whole.body):
-                match pair:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
-                        texts[name] = " ".join(text.split())
+def texts_beneath(kind: type) -> dict[str, str]:
+    """Return {name: text beneath the field, as one line} of the fields that the class itself has."""
+    whole, texts = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0], {}
+    assert isinstance(whole, ast.ClassDef)
+    for pair in pairwise(whole.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
     return texts
 
 
-@cache
-def _inner_sections(section: type[Section]) -> dict[str, type[Section]]:
-    """{name: class} of the keys that hold sections, or lists of them."""
-    inner = {}
-    for each in fields(section):
-        hints = [each.type, *get_args(each.type)]
-        hints += [part for hint in get_args(each.type) for part in get_args(hint)]
-        for hint in hints:
-            if isinstance(hint, type) and issubclass(hint, Section):
-                inner[each.name] = hint
-    return inner
-
-
-def _built(section: type[Section] | None, value: Any) -> Any:
-    if section is None:
-        return value
+def _built(hint: Any, value: Any) -> Any:
+    """Make a section, or a list of them, of the value of a key that has this type; any other value stays as it is."""
     if isinstance(value, list):
-        return [_built(section, item) for item in value]
-    return section.of(value) if isinstance(value, Mapping) else value
+        return [_built(hint, item) for item in value]
+    kinds = [hint, *get_args(hint), *(part for each in get_args(hint) for part in get_args(each))]
+    for kind in kinds if isinstance(value, Mapping) else ():
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind.of(value)
+    return value
 
 
 def _plain(value: Any) -> Any:

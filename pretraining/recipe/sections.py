@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
 from pretraining.recipe.optimizer import InitialRow
-from pretraining.recipe.section import RECIPES, Section, key
+from pretraining.recipe.section import RECIPES, TEXT, Section, described, key
 from pretraining.schema import Wrong
 
 
@@ -45,22 +45,17 @@ class Weights(Section):
     """Words of `keep_in_fp32`; what else it names are modules."""
 
     PUBLISHED: ClassVar[dict[str, dict]] = {
-        "from": {
-            "type": "string",
-            "minLength": 1,
-            "description": "Where the shape is: a name on the hub (org/model), a folder or a config.json, of which "
-            "nothing else is fetched; keys beside it replace those that are read.",
-        },
-        "revision": {
-            "type": "string",
-            "minLength": 1,
-            "description": "Branch, tag or commit of from; a run's recipe.json has the commit.",
-        },
-        "digest": {
-            "type": "string",
-            "pattern": "sha256:[0-9a-f]{64}",
-            "description": "Of the config.json, in a run's recipe.json, whose model is whole: from is not read again.",
-        },
+        "from": described(
+            "Where the shape is: a name on the hub (org/model), a folder or a config.json, of which nothing else is "
+            "fetched; keys beside it replace those that are read.",
+            **TEXT,
+        ),
+        "revision": described("Branch, tag or commit of from; a run's recipe.json has the commit.", **TEXT),
+        "digest": described(
+            "Of the config.json, in a run's recipe.json, whose model is whole: from is not read again.",
+            type="string",
+            pattern="sha256:[0-9a-f]{64}",
+        ),
     }
     """Schemas of the keys of `model` that say where its shape comes from; `from` cannot be the name of a field."""
 
@@ -204,19 +199,14 @@ class Spikes(Section):
     """How long lr_factor holds."""
 
 
+_STEP = {"type": "integer", "minimum": 1}
+_STEP_OR_STEPS = {"anyOf": [{"type": "array", "items": _STEP, "minItems": 2}, _STEP]}
+
+
 class Profile(Section):
     """Steps to trace into runs/<name>/profile/, with a table of their costs; null: none."""
 
-    steps: int | list[int] | None = key(
-        default=None,
-        schema={
-            "anyOf": [
-                {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 2},
-                {"type": "integer", "minimum": 1},
-            ]
-        },
-        omitted=True,
-    )
+    steps: int | list[int] | None = key(default=None, schema=_STEP_OR_STEPS, omitted=True)
     """One step, or the first and the last one: [10, 12]."""
     memory: bool = key(default=True)
     """With a snapshot of every allocation on the GPU."""

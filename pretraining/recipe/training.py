@@ -19,7 +19,6 @@ _ORDER = "data order is a pure function of (data, seed, position)"
 _EVALUATION = "evaluation computes the loss of the validation tokens and nothing else"
 _CHECKPOINTS = "every checkpoint is complete and can be resumed"
 _HUB = "publishing is a step of its own: upload runs/<name>/export after the run"
-_LAUNCHER = "the launcher sets it (deepspeed, torchrun, accelerate launch)"
 _VERB = "train.py always trains and evaluates; leave it out"
 _COMPILE = "the recipe's speed section compiles (compile, compile_backend, compile_mode)"
 _FSDP = "not supported: ranks are sharded by DeepSpeed, as a file of ds_configs/ says"
@@ -40,7 +39,7 @@ TRAINING_KEYS = {
     "do_eval": _VERB,
     "do_predict": _VERB,
     "use_cpu": "decided by the machine: CPU where there is no GPU",
-    "local_rank": _LAUNCHER,
+    "local_rank": "the launcher sets it (deepspeed, torchrun, accelerate launch)",
     "ddp_find_unused_parameters": "always off: every parameter of a language model is used",
     "ddp_timeout": "follows from monitors.hang_minutes, so that a hang is named before a message is given up",
     "ddp_backend": "decided by the machine: nccl with GPUs, gloo without",
@@ -106,7 +105,6 @@ RECOMPUTATION = {
     "early_stop": {"type": "boolean"},
     "debug": {"type": "boolean"},
 }
-NOT_REENTRANT = ("determinism_check", "early_stop", "debug")
 
 CONSTANT = ("constant", "constant_with_warmup")
 DECAYING = "warmup_stable_decay"
@@ -135,10 +133,9 @@ _COUNT, _STEPS = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum
 _SHAPE = {"enum": ["linear", "cosine", "1-sqrt"]}
 # either of the first two: see ONE_OF
 _LEAST_RATE = {"min_lr": _RATE, "min_lr_rate": _SHARE, "num_cycles": _POSITIVE}
-_FACTOR = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
 _JUDGING = {
     "mode": {"enum": ["min"]},  # what is judged is the validation loss
-    "factor": _FACTOR,
+    "factor": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
     "patience": _COUNT,
     "threshold": _RATE,
     "threshold_mode": {"enum": ["rel", "abs"]},
@@ -270,7 +267,7 @@ class Training(dict):
         check(given, schema, where, key)
         for name in given if given.get("use_reentrant") else ():
             # torch.utils.checkpoint refuses or ignores them with use_reentrant=True
-            if name in NOT_REENTRANT:
+            if name in ("determinism_check", "early_stop", "debug"):
                 yield f"{key}.{name}", "goes with use_reentrant false alone; leave one of them out"
         for name in ("logging_steps", "eval_steps", "save_steps"):
             # null and a missing key are left to TrainingArguments' own defaults
@@ -324,18 +321,14 @@ def check_schedule(
             yield "budget.decay_tokens", f"{what}; set that, or leave this out"
         # either would fix the same border a second time, in steps
         for name in [each for each in ("num_decay_steps", "num_stable_steps") if each in keywords]:
-            yield (
-                "budget.decay_tokens",
-                f"and training.lr_scheduler_kwargs.{name} are both there; leave one out",
-            )
+            what = f"and training.lr_scheduler_kwargs.{name} are both there; leave one out"
+            yield "budget.decay_tokens", what
     yield from _check_steps("training.warmup_steps", training.warmup_steps)
     if kind not in others:
         known = {**KEYWORDS, PIECEWISE: {"points": POINTS}}[kind]
         for name in keywords:
             if name not in known:
-                takes = nearest(name, known) or (
-                    f"; it takes {', '.join(known)}" if known else "; it takes none"
-                )
+                takes = nearest(name, known) or f"; it takes {', '.join(known) or 'none'}"
                 remedy = "" if known else f": --set {key}={{}}"
                 yield f"{key}.{name}", f"is no keyword of {kind}{takes}{remedy}"
         one_of = {"oneOf": ONE_OF[kind]} if kind in ONE_OF else {}

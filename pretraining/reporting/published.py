@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.outside.files import NUMBER, TEXT, object_of, read_json_value
-from pretraining.recipe.curve import some_keys
 from pretraining.recipe.sections import curve_file
-from pretraining.schema import fits
+from pretraining.schema import fits, listed
 
 _NUMBERS = {"type": "array", "items": NUMBER}
 _SERIES = object_of({"tokens": _NUMBERS, "values": _NUMBERS})
@@ -90,7 +89,7 @@ def notes_beside(curve: dict, found: Beside | None, differs: list[str], reached:
     """
     run, notes = curve["run"], []
     if differs:
-        notes.append(f"The published run ({run}) is not comparable: {some_keys(differs)}.")
+        notes.append(f"The published run ({run}) is not comparable: {listed(differs, ', ')}.")
     judged = [curve["curves"][metric]["tokens"] for metric in JUDGED if metric in curve["curves"]]
     # the value before the first step is not compared
     if found is None and (places := [tokens for series in judged for tokens in series if tokens > 0]):

@@ -1,14 +1,11 @@
 """The ds_config schema from the installed DeepSpeed: its pydantic models, defaults and removed keys."""
 
-import ast
-import inspect
-import itertools
-import textwrap
 import typing
 
-from schema_generator.from_types import SCALARS, described, first_sentence, object_schema, type_schema
+from schema_generator.from_types import described, first_sentence, object_schema, type_schema
 
-from pretraining.ds_config import DS_CONFIG_KEYS
+from pretraining.ds_config import DS_CONFIG_KEYS, SHARED_KEYS
+from pretraining.recipe.section import JSON_TYPES, texts_beneath
 
 # The three keys that the Trainer fills from the hidden size when they say "auto".
 AUTO_KEYS = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"}
@@ -27,30 +24,13 @@ TOP_LEVEL_VALUES = {
     "disable_python_gc": False,
     "log_level": None,
 }
-DATA_TYPES_OF_MESSAGES = {"communication_data_type": None, "seq_parallel_communication_data_type": "fp32"}
 LARGEST_BUCKET = 2**33
 """Elements: more of them fit no GPU."""
-SHARED_KEYS = {
-    "train_batch_size": "derived from the budget",
-    "train_micro_batch_size_per_gpu": "the recipe's training.per_device_train_batch_size",
-    "gradient_accumulation_steps": "derived from the budget",
-    "gradient_clipping": "the recipe's training.max_grad_norm",
-}
-
-
-def field_docstrings(model_class: type) -> dict[str, str | None]:
-    """name -> first sentence of the string beneath each field of a pydantic model."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(model_class))).body[0].body
-    sentences = {}
-    for node, after in itertools.pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr):
-            sentences[node.target.id] = first_sentence(getattr(after.value, "value", None))
-    return sentences
 
 
 def pydantic_schema(model_class: type) -> dict:
     """The schema of a DeepSpeed configuration model; its deprecated keys are listed under `removed`."""
-    documented = field_docstrings(model_class)
+    documented = texts_beneath(model_class)
     properties, removed = {}, {}
     for name, field in model_class.model_fields.items():
         key, extra = field.alias or name, field.json_schema_extra or {}
@@ -62,7 +42,7 @@ def pydantic_schema(model_class: type) -> dict:
             schema = {**schema, "minimum": 1, "maximum": LARGEST_BUCKET}
         if key in AUTO_KEYS:
             schema = {"anyOf": [{"const": "auto"}, schema]}
-        properties[key] = described(schema, documented.get(name), field.default)
+        properties[key] = described(schema, first_sentence(documented.get(name)), field.default)
     schema = object_schema(properties)
     return {**schema, "removed": removed} if removed else schema
 
@@ -85,7 +65,7 @@ def block_schema(defaults: dict, **types_of_none: str) -> dict:
     """The schema of a DeepSpeed block that has no pydantic model, from its default values."""
     properties = {}
     for key, default in defaults.items():
-        names = [types_of_none[key], "null"] if default is None else SCALARS[type(default)]
+        names = [types_of_none[key], "null"] if default is None else JSON_TYPES[type(default)]
         properties[key] = {"type": names, "default": default}
     return object_schema(properties)
 
@@ -99,7 +79,6 @@ def precision_schema(model_class: type) -> dict:
 
 
 def degree_schema(description: str) -> dict:
-    """A number of ranks."""
     return {"type": "integer", "minimum": 1, "default": 1, "description": description}
 
 
@@ -114,6 +93,7 @@ def ds_config_blocks() -> dict:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     dtype, off = {"enum": ["fp32", "bf16", "fp16", None]}, {"type": "boolean", "default": False}
+    dtypes = {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
     names = ("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed")
     profiled = {name: getattr(profiler, f"FLOPS_PROFILER_{name.upper()}_DEFAULT") for name in names}
     # loading a universal checkpoint is the resume's to decide
@@ -126,20 +106,15 @@ def ds_config_blocks() -> dict:
     }
     # AutoTP: its size, and the rules for layers of a model that it does not know
     split = "Ranks that split each layer's matrices, embedding and head; they are neighbours."
-    tensor = {
-        "autotp_size": degree_schema(split),
-        "tp_overlap_comm": off,
-        "partition_config": {"type": ["object", "null"], "default": None},
-    }
+    rules = {"type": ["object", "null"], "default": None}
+    tensor = {"autotp_size": degree_schema(split), "tp_overlap_comm": off, "partition_config": rules}
     # AutoEP: its size. The model's own experts compute.
     size = degree_schema("Ranks that split the experts of each mixture layer.")
     return {
         "zero_optimization": {**pydantic_schema(DeepSpeedZeroConfig), "required": ["stage"]},
         "bf16": precision_schema(DeepSpeedBF16Config),
         "fp16": precision_schema(DeepSpeedFP16Config),
-        "data_types": object_schema(
-            {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
-        ),
+        "data_types": object_schema(dtypes),
         "activation_checkpointing": block_schema(ACT_CHKPT_DEFAULT, number_checkpoints="integer"),
         "aio": block_schema(AIO_DEFAULT_DICT),
         "comms_logger": pydantic_schema(CommsLoggerConfig),
@@ -160,8 +135,8 @@ def ds_config_schema() -> dict:
     }
     of_none = {"communication_data_type": "string", "log_level": "string"}
     values = block_schema(TOP_LEVEL_VALUES, **of_none)["properties"]
-    for key, default in DATA_TYPES_OF_MESSAGES.items():
-        values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": default}
+    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
+        values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": TOP_LEVEL_VALUES[key]}
     values["log_level"] = {"enum": [*log_levels, None], "default": None}
     values["gradient_predivide_factor"]["exclusiveMinimum"] = 0
     values["sequence_parallel_size"] = degree_schema("Ranks that split each sequence (Ulysses).")

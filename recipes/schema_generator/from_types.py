@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string", type(None): "null"}
+from pretraining.recipe.section import JSON_TYPES
 
 
 def first_sentence(text: str | None) -> str | None:
@@ -27,8 +27,8 @@ def type_schema(annotation) -> dict:
         return union_schema(arguments)
     if origin is typing.Literal:
         return {"enum": list(arguments)}
-    if annotation in SCALARS:
-        return {"type": SCALARS[annotation]}
+    if annotation in JSON_TYPES:
+        return {"type": JSON_TYPES[annotation]}
     if annotation is Path:
         return {"type": "string"}
     if typing.is_typeddict(annotation):
@@ -38,9 +38,7 @@ def type_schema(annotation) -> dict:
         return {"enum": [member.value for member in annotation]}
     if origin is list or annotation is list:
         return {"type": "array", **({"items": type_schema(arguments[0])} if arguments else {})}
-    if origin is dict or annotation is dict:
-        return {"type": "object"}
-    return {}
+    return {"type": "object"} if origin is dict else {}
 
 
 def union_schema(arguments: tuple) -> dict:
@@ -74,8 +72,5 @@ def described(schema: dict, description: str | None, default=dataclasses.MISSING
     """`schema` with a description, and the default where JSON can write it."""
     default = default.value if isinstance(default, enum.Enum) else default
     plain = default is None or isinstance(default, int | float | str | bool | list)
-    return {
-        **schema,
-        **({"description": description} if description else {}),
-        **({"default": default} if plain else {}),
-    }
+    text = {"description": description} if description else {}
+    return {**schema, **text, **({"default": default} if plain else {})}

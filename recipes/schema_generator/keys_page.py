@@ -54,11 +54,8 @@ def keys_page(schema: dict, recipes: Path) -> str:
             parts += _filter_tables(section["properties"]["filters"], shown)
         if name == "training":
             rows = [f"| `{key}` | {_cell(owner)} |" for key, owner in sorted(TRAINING_KEYS.items())]
-            parts += [
-                "\n### Keywords of TrainingArguments that another place owns\n",
-                "| keyword | its place |",
-            ]
-            parts += ["|---|---|", *rows]
+            parts.append("\n### Keywords of TrainingArguments that another place owns\n")
+            parts += ["| keyword | its place |", "|---|---|", *rows]
     bound = ", ".join(f"`{name}`" for name in sections if name in {*CURVE_SECTIONS, *CURVE_OURS})
     free = ", ".join(f"`{key}`" for key in sorted(NEUTRAL_KEYS))
     parts.append(f"""
@@ -92,9 +89,8 @@ def _filter_tables(filters: dict, shown: dict) -> Iterator[str]:
 def _of_kind(shown: dict, above: str, kind: str) -> dict:
     """The recipes that show the keys below `above` for one rule or model type."""
     longer = f"{above}{kind}:"
-    return {
-        f"{above}{key.removeprefix(longer)}": names for key, names in shown.items() if key.startswith(longer)
-    }
+    own = {key.removeprefix(longer): names for key, names in shown.items() if key.startswith(longer)}
+    return {f"{above}{key}": names for key, names in own.items()}
 
 
 def _table(properties: dict, above: str, required: list[str], shown: dict) -> str:
@@ -133,12 +129,9 @@ def _type(schema: dict) -> str:
         more = [f"{len(choices) - MOST_CHOICES} more"] if len(choices) > MOST_CHOICES else []
         return ", ".join([*(f"`{choice}`" if choice else '`""`' for choice in choices[:MOST_CHOICES]), *more])
     names = schema.get("type", "any")
+    names = [names] if isinstance(names, str) else names
     # a number may be whole
-    given = [
-        name
-        for name in ([names] if isinstance(names, str) else names)
-        if name != "integer" or "number" not in names
-    ]
+    given = [name for name in names if name != "integer" or "number" not in names]
     kinds = [TYPE_WORDS.get(name, name) for name in given]
     if "items" in schema and (inner := _type(schema["items"])) not in ("any", "object"):
         kinds = [f"list of {inner}" if kind == "list" else kind for kind in kinds]
@@ -161,23 +154,16 @@ def _limits(schema: dict) -> str:
 def _recipes_by_key(recipes: Path) -> dict[str, list[str]]:
     """{dotted key: recipes that use it}: features, of which the smallest come first, else one of the others."""
     shown: dict[str, list[str]] = {}
-    paths = [
-        path
-        for path in recipes.rglob("*.json")
-        if path.name != "schema.json" and path.parent.name != "curves"
-    ]
+    paths = [path for path in recipes.rglob("*.json") if path.name != "schema.json"]
+    paths = [path for path in paths if path.parent.name != "curves"]
     used = {path: list(_keys_used(_with_its_type(path, recipes))) for path in paths}
-    # features before others, and `tiny` before larger ones
-    for path in sorted(
-        paths,
-        key=lambda path: (
-            path.parent.name == "published",
-            path.parent == recipes,
-            path.stem != "tiny",
-            len(used[path]),
-            path,
-        ),
-    ):
+
+    def rank(path: Path) -> tuple:
+        """Features come before others, and `tiny` before larger ones."""
+        is_published, is_top = path.parent.name == "published", path.parent == recipes
+        return is_published, is_top, path.stem != "tiny", len(used[path]), path
+
+    for path in sorted(paths, key=rank):
         for key in dict.fromkeys(used[path]):
             # `_with_its_type` may have added it
             if key == "model.model_type" and '"model_type"' not in path.read_text(encoding="utf-8"):

@@ -36,14 +36,8 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 1024,
-    "n_positions": 128,
-    "n_embd": 128,
-    "n_layer": 4,
-    "n_head": 4,
-}
+GPT2 = {"model_type": "gpt2", "vocab_size": 1024, "n_positions": 128, "n_embd": 128, "n_layer": 4}
+GPT2["n_head"] = 4
 EXPERTS = {
     **LLAMA,
     "model_type": "qwen3_moe",
@@ -92,11 +86,6 @@ FEATURES = {
 """{row: values over `tiny` with a Llama shape}"""
 GPU = "H100"
 LENGTH = 131_072
-LONG = (
-    f"model.max_position_embeddings={LENGTH}",
-    "training.activation_checkpointing=true",
-    "training.per_device_eval_batch_size=1",
-)
 
 
 class Case(NamedTuple):
@@ -144,7 +133,7 @@ CASES = (
             "zero3:sequence=4": "longer sequences, or less recomputation, are planned",
             "zero3:sequence=8": "the longest sequences",
         },
-        LONG,
+        (f"model.max_position_embeddings={LENGTH}", RECOMPUTED, "training.per_device_eval_batch_size=1"),
     ),
     Case(
         f"`moe-30b-a3b`, 8 {GPU}",
@@ -161,10 +150,8 @@ CASES = (
 
 def with_tables(page: str) -> str:
     """Return the page with its tables made anew."""
-    for of_what, after, rows in (
-        ("checks of a run", "", _features()),
-        ("plans", " from the plans", _plans()),
-    ):
+    tables = ("checks of a run", "", _features()), ("plans", " from the plans", _plans())
+    for of_what, after, rows in tables:
         begin, end = f"<!-- Below: {MADE} {of_what}. -->", f"<!-- Above: generated{after}. -->"
         table = "\n".join([begin, "", *rows, "", end])
         page = f"{page.partition(begin)[0]}{table}{page.partition(end)[2]}"
@@ -225,10 +212,8 @@ def _planned(case: Case, layout: str) -> tuple[str, ...]:
     setup, gpu = Setup(*loaded, case.ranks), find_gpu(GPU)
     total, reached = memory_need(setup, gpu.memory_bytes).total, forecast(setup, gpu)
     messages = reached.step.time.messages
-    inside, across = (
-        sum(getattr(each, f"{where}_bytes") for each in messages) for where in ("inside", "across")
-    )
-    sent = tuple(num_bytes(each) if each else "-" for each in (inside, across))
+    sums = sum(each.inside_bytes for each in messages), sum(each.across_bytes for each in messages)
+    sent = tuple(num_bytes(each) if each else "-" for each in sums)
     if total > gpu.memory_bytes:
         return f"{num_bytes(total)}: does not fit", *sent, "-", "-"
     return num_bytes(total), *sent, duration(reached.step.seconds), f"{reached.mfu:.0%}"

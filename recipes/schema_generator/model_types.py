@@ -6,6 +6,7 @@ for which property of the shape. benchmarks/model_types.py tries each of them; w
 
 import dataclasses
 import re
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from functools import cache
 
@@ -93,9 +94,8 @@ def _takes_old_rope(model_type: str) -> bool:
     for old in ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}):
         try:
             theirs = AutoConfig.for_model(model_type, **deepcopy(old)).rope_parameters
-            ours = AutoConfig.for_model(
-                model_type, **with_rope_parameters(deepcopy(old), OLD_ROPE)
-            ).rope_parameters
+            new = with_rope_parameters(deepcopy(old), OLD_ROPE)
+            ours = AutoConfig.for_model(model_type, **new).rope_parameters
         except Exception:  # each class has its own for what it cannot take
             return False
         if not theirs or {key: theirs[key] for key in theirs if key != "type"} != ours:
@@ -115,24 +115,11 @@ def left_out(model_types: list[str]) -> dict:
     classes = [PreTrainedConfig, *(CONFIG_MAPPING[name] for name in model_types)]
     fields = [field for each in classes for field in dataclasses.fields(each)]
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    unused = {
-        field.name: field.default
-        for field in fields
-        if field.name in inherited or UNUSED.fullmatch(field.name)
-    }
+    nothing = [each for each in fields if each.name in inherited or UNUSED.fullmatch(each.name)]
     # `PreTrainedConfig.__post_init__` takes these out of what it is given
-    dropped = [
-        "torch_dtype",
-        "name_or_path",
-        "num_labels",
-        *GenerationConfig._get_default_generation_params(),
-    ]
-    return dict(sorted({**dict.fromkeys(dropped), **unused}.items()))
-
-
-def largest(key: str) -> int:
-    """Beyond any model: what a slip of the keyboard writes, and no plan can be made of."""
-    return MOST_LAYERS if "layer" in key else MOST_OTHERS
+    dropped = ["torch_dtype", "name_or_path", "num_labels"]
+    dropped += GenerationConfig._get_default_generation_params()
+    return dict(sorted({**dict.fromkeys(dropped), **{each.name: each.default for each in nothing}}.items()))
 
 
 def bounded(key: str, schema: dict) -> dict:
@@ -162,16 +149,10 @@ def _activations() -> list[str]:
 
 def _entry(model_type: str) -> dict | str:
     """Keys and names of a type, or why it cannot be stated as a recipe states models."""
-    from transformers.configuration_utils import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[model_type]
-    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    fields = {
-        field.name: field
-        for field in dataclasses.fields(config_class)
-        if field.name not in inherited and not UNUSED.fullmatch(field.name)
-    }
+    fields = {field.name: field for field in _shaping_fields(model_type)}
     # common name -> the class's own key, where it has one
     names = {}
     for name, others in {**dict.fromkeys(SHAPE, ()), **OPTIONAL}.items():
@@ -185,13 +166,32 @@ def _entry(model_type: str) -> dict | str:
         return "it is the decoder of an encoder-decoder model"
     if missing or names["vocab_size"] != "vocab_size":
         return f"its configuration has no {' and no '.join(missing or ['vocab_size'])} of its own"
-    properties = {"model_type": {"const": model_type}}
-    for key, field in fields.items():
-        as_float = {"format": "float"} if field.type is float else {}
-        schema = {**type_schema(field.type), **as_float}
-        properties[key] = bounded(key, described(schema, None, field.default))
-    for name in SHAPE:
-        properties[names[name]] |= {"minimum": 1, "maximum": largest(names[name])}
+    required = [names[name] for name in SHAPE]
+    properties = properties_of_type(model_type, required)
     properties["attn_implementation"] = {"type": ["string", "null"], "default": None}
     other_names = {name: key for name, key in names.items() if name != key}
-    return {"names": other_names, "required": [names[name] for name in SHAPE], "properties": properties}
+    return {"names": other_names, "required": required, "properties": properties}
+
+
+def properties_of_type(model_type: str, required: Iterable[str], texts: Mapping[str, str] = {}) -> dict:
+    """The schema of every keyword of a type's class that shapes its models; texts: descriptions of some."""
+    properties = {"model_type": {"const": model_type}}
+    for field in _shaping_fields(model_type):
+        schema = type_schema(field.type)
+        if field.type is float:
+            schema["format"] = "float"  # @strict config classes refuse an int there
+        schema = described(schema, texts.get(field.name), field.default)
+        properties[field.name] = bounded(field.name, schema)
+    for name in required:
+        # beyond any model: what a slip of the keyboard writes, and no plan can be made of
+        properties[name] |= {"minimum": 1, "maximum": MOST_LAYERS if "layer" in name else MOST_OTHERS}
+    return properties
+
+
+def _shaping_fields(model_type: str) -> list[dataclasses.Field]:
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    fields = dataclasses.fields(CONFIG_MAPPING[model_type])
+    return [each for each in fields if each.name not in inherited and not UNUSED.fullmatch(each.name)]

@@ -46,14 +46,11 @@ def types_page() -> str:
     abilities = list(dict.fromkeys(ability for found in types.values() for ability in found))
     shown = [ability for ability in abilities if ability not in ("chunked", "balanced")]
     heads = ["type", *(COLUMNS.get(ability, ability) for ability in shown)]
-    rows = [
-        [f"`{name}`", *("yes" if found.get(ability, "") is None else "" for ability in shown)]
-        for name, found in types.items()
-    ]
-    counts = [
-        f"{len(types)} types",
-        *(str(sum(row[place] == "yes" for row in rows)) for place in range(1, len(heads))),
-    ]
+    rows = []
+    for name, found in types.items():
+        rows.append([f"`{name}`", *("yes" if found.get(each, "") is None else "" for each in shown)])
+    columns = list(zip(*rows, strict=True))[1:]
+    counts = [f"{len(types)} types", *(str(column.count("yes")) for column in columns)]
     table = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), counts, *rows)]
     reasons = [
         f"- `{name}`, {COLUMNS.get(ability, ability)}: {reason}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.arriving import ARRIVED_NAME, from_origin
+from pretraining.data.arriving import ARRIVED_NAME, ORIGIN
 from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
 from pretraining.data.corpus import summed_skips
 from pretraining.data.manifest import (
@@ -130,7 +130,7 @@ def keep_arrived(preparation: Preparation) -> None:
     for split, own in parts.items():
         shards = [{**shard, "path": str(path)} for part in own for path, shard in part.shards(split)]
         splits[split] = summed_entry(shards, token_dtype(tokenizer.info.vocab_size).name)
-    manifest = _identity(preparation, from_origin(preparation.origin))
+    manifest = _identity(preparation, f"{ORIGIN}{preparation.origin}")
     manifest |= {"tokenizer_folder": str(tokenizer.output), "splits": splits}
     with replacing(preparation.work / ARRIVED_NAME) as file:
         json.dump(manifest, file)

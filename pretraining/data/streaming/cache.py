@@ -50,10 +50,6 @@ class CachedShard(NamedTuple):
     checksum: str
     size: int
 
-    @property
-    def name(self) -> str:
-        return f"{self.data_fingerprint}/{self.checksum.rpartition(':')[2]}"
-
 
 class ShardCache:
     """One cache folder and its limit in bytes, for many data sets, runs and processes; it keeps no file open itself."""
@@ -84,16 +80,15 @@ class ShardCache:
         return cls(folder, int((shutil.disk_usage(existing).free + held) * DEFAULT_SHARE))
 
     def _path(self, shard: CachedShard, suffix: str) -> Path:
-        return self.root / f"{shard.name}{suffix}"
+        return self.root / shard.data_fingerprint / f"{shard.checksum.rpartition(':')[2]}{suffix}"
 
     def check_fits(self, size: int) -> None:
         """Raise UserError if a shard of `size` bytes is larger than the cache may become."""
         if size > self.max_bytes:
             room = f"{max(4 * size / 1e9, 0.01):.2g}"
-            raise UserError(
-                f"{self.root}: the cache may hold {self.max_bytes / 1e9:.3g} GB, one shard has {size / 1e9:.3g} GB; "
-                f"give it room with --data_cache_gb {room}, on a disk that has it (--data_cache)"
-            )
+            what = f"the cache may hold {self.max_bytes / 1e9:.3g} GB, one shard has {size / 1e9:.3g} GB"
+            remedy = f"give it room with --data_cache_gb {room}, on a disk that has it (--data_cache)"
+            raise UserError(f"{self.root}: {what}; {remedy}")
 
     def open(self, shard: CachedShard) -> FileIO | None:
         """Open the shard, protected from eviction until file and maps are closed; None if it is not here."""

@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,18 +33,13 @@ Answer = TypeVar("Answer")
 class Patience:
     """How long one request to a store is repeated before the run gives up, in seconds.
 
-    refused(error, what): returns the `UserError` for an answer that asking again will not change, by default that of
-    reading data. speaker: begins the line about a slow store.
+    seconds: by default those of the environment variable. refused(error, what): returns the `UserError` for an answer
+    that asking again will not change, by default that of reading data. speaker: begins the line about a slow store.
     """
 
-    seconds: float = PATIENCE_SECONDS
+    seconds: float = field(default_factory=lambda: float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
     refused: "Callable[[Exception, str], UserError | None] | None" = None
     speaker: str = "data"
-
-    @classmethod
-    def here(cls) -> "Patience":
-        """Take the seconds of the environment variable, else the default."""
-        return cls(float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
 
     def ask(self, request: Callable[[], Answer], what: str) -> Answer:
         """Repeat `request` until it answers; UserError if waiting cannot help, or after too long a wait."""
@@ -65,11 +60,9 @@ class Patience:
                 waited = time.monotonic() - start
                 # No last sleep that would end after the limit.
                 if waited + delay > self.seconds:
-                    raise UserError(
-                        f"{what}: the store does not answer ({reason_of(error)}), tried for {waited:.0f} s; start "
-                        f"the same command again when it does, or wait longer: {PATIENCE_VARIABLE}",
-                        on_every_rank=False,
-                    ) from error
+                    fault = f"the store does not answer ({reason_of(error)}), tried for {waited:.0f} s"
+                    remedy = f"start the same command again when it does, or wait longer: {PATIENCE_VARIABLE}"
+                    raise UserError(f"{what}: {fault}; {remedy}", on_every_rank=False) from error
                 # Once a request: a log needs no line for each try.
                 if waited > REPORTED_AFTER_SECONDS and not reported:
                     slow = f"slow or failing store ({reason_of(error)}), trying for {waited:.0f} s now"
@@ -111,7 +104,7 @@ class Store:
     """The remedy for an address that fsspec does not understand."""
 
     def __init__(self, address: str, patience: Patience | None = None):
-        self.address, self.patience = address, patience or Patience.here()
+        self.address, self.patience = address, patience or Patience()
         self._connection = None
         self._connected_by = None
 
