@@ -42,7 +42,7 @@ from pretraining.recipe.piecewise import value_at
 from pretraining.recipe.training import AVERAGING, PIECEWISE, Training, Z
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.muon import Muon
-from pretraining.upstream.deepspeed import whole_numel, whole_shape, zero_partitions
+from pretraining.upstream.deepspeed import partitions, whole_numel, whole_shape
 from pretraining.upstream.matrices import hidden_matrices
 
 
@@ -176,8 +176,7 @@ class GroupValues(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         # DeepSpeed has cut the parameters up by now
-        stepping, ours = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]), self.optimizer
-        ours.bind(ours.whole() if stepping is ours else zero_partitions(stepping))
+        self.optimizer.bind(partitions(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])))
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         place, end = self.count(state.global_step), self.count(state.max_steps)

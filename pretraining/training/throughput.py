@@ -231,7 +231,6 @@ class Stragglers:
         # gathered once: an event names the host of another rank without a collective
         self.hosts = gather_from_ranks(socket.gethostname())
         self.slow_steps = [0] * self.world_size
-        self.named: set[int] = set()
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return the values of every rank, [ranks, values]. A collective."""
@@ -252,16 +251,15 @@ class Stragglers:
         median = statistics.median_low(own_seconds)
         found = []
         for rank, own in enumerate(own_seconds):
-            slow = own > SLOW * median and own - median > NOTABLE * step_seconds
-            self.slow_steps[rank] = self.slow_steps[rank] + steps if slow else 0
-            if not slow:
-                # recovered: it is reported again if it becomes slow again
-                self.named.discard(rank)
-            elif self.slow_steps[rank] >= STEPS and rank not in self.named:
-                self.named.add(rank)
+            slow, before = (
+                own > SLOW * median and own - median > NOTABLE * step_seconds,
+                self.slow_steps[rank],
+            )
+            # from 0 it is reported again if it becomes slow again
+            self.slow_steps[rank] = slow_steps = before + steps if slow else 0
+            if before < STEPS <= slow_steps:
                 seconds = {"own_seconds": round(own, 6), "median_seconds": round(median, 6)}
-                steps_slow = self.slow_steps[rank]
-                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": steps_slow})
+                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": slow_steps})
         return found
 
 
