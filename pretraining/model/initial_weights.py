@@ -75,7 +75,6 @@ class Draw(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Number of weights that it draws and that are kept."""
         return sum(map(whole_numel, self.kept))
 
 

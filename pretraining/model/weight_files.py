@@ -69,8 +69,7 @@ class WeightFiles:
 
     entries: {name: Entry}. is_mapped: whether `tensor` returns the pages of a file, which all ranks of a node share.
 
-    Raises:
-        UserError: the folder has no weights, or a file that cannot be read.
+    Raises `UserError`: the folder has no weights, or a file that cannot be read.
     """
 
     is_mapped = True
@@ -335,12 +334,10 @@ class TranslatedFiles(WeightFiles):
         self.entries: dict[str, Entry] = {ours: files.entries[saved] for ours, saved in self._saved.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, with transformers' order of rows."""
         whole = self._files.tensor(self._saved[name])
         return whole[self._rows(name)] if _is_rotated(name) else whole
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the elements [start, stop) of the flattened tensor."""
         if not _is_rotated(name):
             return self._files.read(self._saved[name], start, stop)
         width = self.entries[name].shape[1]
@@ -369,8 +366,7 @@ def _is_rotated(name: str) -> bool:
 def translated(files: WeightFiles, model: Model, name: str, where: str) -> WeightFiles:
     """Return the files under transformers' names if another library has named them; else return them as they are.
 
-    Raises:
-        UserError: they are in parts, or their params.json describes another model.
+    Raises `UserError`: they are in parts, or their params.json describes another model.
     """
     if model.model_type not in TYPES or not any(map(_MARKS.search, files.entries)):
         return files

@@ -350,9 +350,8 @@ def _published(record: RunRecord, found: Analysis) -> dict | None:
     if other is not None:
         rows = list(zip(other.tokens, other.own, other.published, other.gaps, strict=True))
         rows = _spread(rows, MOST_SCORES)
-    metric, is_comparable = other and other.metric, not found.published_differs
-    made = {"run": curve["run"], "series": series, "metric": metric, "rows": rows}
-    return {**made, "notes": found.published_notes, "is_comparable": is_comparable}
+    made = {"run": curve["run"], "series": series, "metric": other and other.metric, "rows": rows}
+    return {**made, "notes": found.published_notes, "is_comparable": not found.published_differs}
 
 
 def _foreseen(record: RunRecord, found: Analysis) -> dict | None:

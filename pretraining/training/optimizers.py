@@ -322,8 +322,8 @@ def follow_run(
 ) -> None:
     """Have the scheduler return `share_of_peak` for every group.
 
-    Raises:
-        UserError: the schedule is no function of the step (`reduce_lr_on_plateau`), and a rollback has lowered rates.
+    Raises `UserError`: the schedule is no function of the step (`reduce_lr_on_plateau`), and a rollback has lowered
+    rates.
     """
     if isinstance(scheduler, LambdaLR):
 

@@ -445,7 +445,6 @@ def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Count the elements of a whole parameter, of which `whole_shape` is the shape."""
     return prod(whole_shape(parameter))
 
 
