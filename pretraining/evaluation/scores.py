@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, require
 from pretraining.evaluation.sampling import continued, encode, encode_start, evaluation_mode, seeded
-from pretraining.outside.files import COUNT, json_lines
+from pretraining.outside.files import COUNT, NUMBER, TEXT, json_lines, object_of
 from pretraining.runtime.process_group import rank_groups
 from pretraining.schema import check, fits, read_json
 from pretraining.upstream.lm_eval import no_task_bars
@@ -153,15 +153,6 @@ class Item(NamedTuple):
     """Number of the ending that followed."""
 
 
-class Choice(NamedTuple):
-    """The ending that the model chose."""
-
-    plain: int
-    """By log-probability."""
-    normalised: int
-    """By log-probability divided by the ending's characters, as lm-eval's acc_norm."""
-
-
 class HellaSwag:
     """HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
 
@@ -178,29 +169,23 @@ class HellaSwag:
 
     def measure(self, model: nn.Module, interrupted: Asked = never) -> dict[str, float]:
         """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `MeasurementStopped`."""
-        chosen = list(zip(self.items, self.answers(model, interrupted), strict=True))
-        right = sum(choice.plain == item.right for item, choice in chosen)
-        right_norm = sum(choice.normalised == item.right for item, choice in chosen)
-        return {"hellaswag/acc": right / len(chosen), "hellaswag/acc_norm": right_norm / len(chosen)}
-
-    def answers(self, model: nn.Module, interrupted: Asked = never) -> list[Choice]:
-        """Find the model's choice in each item."""
         # scores come in the order of the pairs: the endings of the first item, then of the next
         scores = iter(score(model, self.pairs, self.passes, interrupted))
-        answers = []
+        right = right_norm = 0
         for item in self.items:
             plain = [next(scores).log_probability for _ in item.endings]
-            # An ending may be empty once its marks are removed.
+            # By characters, as lm-eval's acc_norm. An ending may be empty once its marks are removed.
             both = zip(plain, item.endings, strict=True)
             normalised = [nats / max(1, len(ending)) for nats, ending in both]
-            # The first of equal ones, as argmax does.
-            answers.append(Choice(plain.index(max(plain)), normalised.index(max(normalised))))
-        return answers
+            # the first of equal ones, as argmax does
+            right += plain.index(max(plain)) == item.right
+            right_norm += normalised.index(max(normalised)) == item.right
+        return {"hellaswag/acc": right / len(self.items), "hellaswag/acc_norm": right_norm / len(self.items)}
 
 
 _ITEM = {
-    **{key: {"type": "string"} for key in ("activity_label", "ctx_a", "ctx_b")},
-    "endings": {"type": "array", "items": {"type": "string"}},
+    **dict.fromkeys(("activity_label", "ctx_a", "ctx_b"), TEXT),
+    "endings": {"type": "array", "items": TEXT},
     "label": {"anyOf": [COUNT, {"type": "string", "pattern": "[0-9]{1,9}"}]},
 }
 
@@ -370,28 +355,13 @@ class HarnessModel:
 
 
 SETS = Path(__file__).with_name("sets")
-_ROW = {
-    "type": "object",
-    "properties": {
-        "task": {"type": "string", "minLength": 1},
-        "shots": COUNT,
-        "metric": {"type": "string", "minLength": 1},
-        "chance": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
-    },
-    "required": ["task", "shots", "metric", "chance"],
-    "additionalProperties": False,
-}
-_RUNS = {"type": "array", "items": {"type": "number"}, "minItems": 2}
-_SPREAD = {"type": "object", "properties": {"runs": _RUNS}, "required": ["runs"]}
-_SET = {
-    "type": "object",
-    "properties": {
-        "tasks": {"type": "array", "items": _ROW, "minItems": 1},
-        "metric": {"enum": ["mean", "centered"]},
-        "spread": _SPREAD,
-    },
-    "required": ["tasks", "metric"],
-}
+_WORD = {**TEXT, "minLength": 1}
+_CHANCE = {**NUMBER, "minimum": 0, "exclusiveMaximum": 1}
+_ROW = object_of({"task": _WORD, "shots": COUNT, "metric": _WORD, "chance": _CHANCE})
+_ROWS = {"type": "array", "items": {**_ROW, "additionalProperties": False}, "minItems": 1}
+_RUNS = {"type": "array", "items": NUMBER, "minItems": 2}
+_SPREAD = object_of({"runs": _RUNS})
+_SET = object_of({"tasks": _ROWS, "metric": {"enum": ["mean", "centered"]}}, {"spread": _SPREAD})
 
 
 def is_set(name: str) -> bool:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT, inside, read_bytes, read_json_value
+from pretraining.outside.files import COUNT, NUMBER, inside, object_of, read_bytes, read_json_value
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import work_done
 from pretraining.schema import check, problem
@@ -381,15 +381,8 @@ def translated(files: WeightFiles, model: Model, name: str, where: str) -> Weigh
     return TranslatedFiles(files, head_size)
 
 
-_PARAMS = {
-    "type": "object",
-    "required": ["n_heads"],
-    "properties": {
-        "n_heads": COUNT,
-        "n_kv_heads": {"anyOf": [COUNT, {"type": "null"}]},
-        **{key: {"type": "number"} for key in ("norm_eps", "rope_theta")},
-    },
-}
+_OR_NULL = {"anyOf": [COUNT, {"type": "null"}]}
+_PARAMS = object_of({"n_heads": COUNT}, {"n_kv_heads": _OR_NULL, "norm_eps": NUMBER, "rope_theta": NUMBER})
 
 
 def check_params(folder: Path, model: Model, name: str, where: str) -> None:

@@ -71,8 +71,8 @@ def joined_ranks(hang_minutes: float | None) -> Iterator[None]:
     leave_ranks()
 
 
-def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
-    """Join the process group (NCCL on GPUs, gloo on CPU) and return (rank, world size).
+def join_ranks(hang_minutes: float | None = None) -> None:
+    """Join the process group: NCCL on GPUs, gloo on CPU.
 
     Call it before the model is built: `zero.Init` reads the world size when it shards parameters.
     hang_minutes: collectives wait longer than this. At the start the ranks wait this long for each other.
@@ -93,7 +93,6 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
         )
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def prepare_rank() -> str:
