@@ -84,8 +84,7 @@ class RunMonitors:
 
     def loss(self, loss: Callable) -> Callable:
         """Wrap the loss, so that the monitors see it before the backward pass."""
-        watching: list[Any] = [*self.sources, *self.experts, self.stability.watch]
-        for monitor in watching:
+        for monitor in [*self.sources, *self.experts, self.stability.watch]:
             loss = monitor.around(loss)
         return loss
 

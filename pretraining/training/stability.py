@@ -81,6 +81,7 @@ class SpikeScore:
         """Add a value. Spikes do not change the course, until many in a row show a new level."""
         if not math.isfinite(value):
             return
+        value = math.log(max(value, TINY))
         # one healthy value ends the row of spikes
         if not is_spike:
             self.rejected.clear()
@@ -88,10 +89,10 @@ class SpikeScore:
             if len(self.values) == RECENT:
                 # to the course without the value itself; it lags behind a falling loss, which costs sensitivity but
                 # raises no false alarm
-                self.distances.append(math.log(max(value, TINY)) - median(self.values))
-            self.values.append(math.log(max(value, TINY)))
+                self.distances.append(value - median(self.values))
+            self.values.append(value)
             return
-        self.rejected.append(math.log(max(value, TINY)))
+        self.rejected.append(value)
         if len(self.rejected) >= max(FEWEST, self.window // 2):
             level, self.rejected, self._judged_by = self.rejected, [], None
             self.values.clear()
@@ -513,15 +514,12 @@ class NonFiniteGuard:
 
     The optimizers of ZeRO and fp16 check this themselves and skip the step. A plain torch optimizer, which DeepSpeed's
     stage 0 uses too, would write such gradients into every weight. This guard removes them before it steps.
+
+    optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it. is_refused: says of a finite norm if its step is
+    left out too.
     """
 
     def __init__(self, optimizer: Any, is_refused: Callable[[float], bool] | None = None) -> None:
-        """Guard an optimizer.
-
-        Args:
-            optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it.
-            is_refused: says of a finite norm if its step is left out too.
-        """
         self.optimizer, self.is_refused, self._took_away, self._norm = optimizer, is_refused, False, None
         inner = getattr(optimizer, "optimizer", optimizer)
         # `overflow`: DeepSpeed's fp16 optimizers check the gradients themselves
