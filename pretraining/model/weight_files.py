@@ -111,7 +111,7 @@ class WeightFiles:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return the elements [start, stop) of the flattened tensor; the caller copies them before the next read."""
-        if self._served_bytes > _MAPPED_BYTES:
+        if self.is_mapped and self._served_bytes > _MAPPED_BYTES:
             self.release()  # pages that were read stay in memory until the file is unmapped
         part = self.tensor(name).reshape(-1)[start:stop]
         self._served_bytes += part.numel() * part.element_size()

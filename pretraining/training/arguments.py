@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils.data import default_convert
 from transformers import AutoConfig, TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
@@ -124,10 +125,9 @@ def build_arguments(
 
 def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bool:
     """Return whether Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU."""
-    if not on_gpu or recipe.speed.compile != "auto":
-        return False
     # Liger fuses norms, rotary embeddings and gated layers. It has nothing for GPT-2, nor for modules kept in fp32.
-    if recipe.model.model_type == "gpt2" or recipe.weights.names_modules:
+    has_none = recipe.model.model_type == "gpt2" or recipe.weights.names_modules
+    if not on_gpu or recipe.speed.compile != "auto" or has_none:
         return False
     return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
@@ -226,5 +226,4 @@ def collate_blocks(
     blocks: list[dict[str, np.ndarray]], part: int = 0, parts: int = 1
 ) -> dict[str, torch.Tensor | int]:
     """Stack blocks to tensors for the model's forward pass: of each sequence the rank's own `part` of `parts`."""
-    batch = part_of_sequences(stack_blocks(blocks), part, parts)
-    return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}
+    return default_convert(part_of_sequences(stack_blocks(blocks), part, parts))

@@ -1,7 +1,6 @@
 """Measure throughput: how a step's time is spent, tokens per second against the device's peak, slow ranks, the GPUs.
 
-`StepClock` is always in exactly one phase, so that the phases add up. The Trainer marks them, `SpeedMeter` turns them
-into metrics, `Stragglers` compares the ranks, and `GpuReadings` asks NVML, the driver's library. `runtime.wall_time`
+`StepClock` is always in exactly one phase, which the Trainer marks, so that the phases add up. `runtime.wall_time`
 counts what is lost between the steps.
 """
 
