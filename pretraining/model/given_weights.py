@@ -333,9 +333,9 @@ def check_shapes(given: GivenWeights, model: PreTrainedModel, where: str) -> Non
     model: on the meta device.
     """
     name, parameters = given.name, dict(model.named_parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     missing = [key for key in parameters if key not in given.origins]
     if missing:
-        head = model.get_output_embeddings()
         is_head = head is not None and all(parameters[key] is head.weight for key in missing)
         remedy = "name the folder of a model like this one"
         if is_head:
@@ -346,7 +346,6 @@ def check_shapes(given: GivenWeights, model: PreTrainedModel, where: str) -> Non
         what = f"{name} has no weights for {len(missing)} of {len(parameters)} parameters ({listed(missing)})"
         found = f"; it has {listed(given.unused)}" if given.unused and not is_head else ""
         raise problem(where, KEY, f"{what}{found}; {remedy}")
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {id(each) for module in (embedding, head) if module is not None for each in module.parameters()}
     for key, origin in given.origins.items():
         same = origin.saved_shape[1:] == origin.shape[1:] and len(origin.saved_shape) == len(origin.shape)

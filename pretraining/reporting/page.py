@@ -199,10 +199,9 @@ def run_payload(
     listed = sorted(n for half in halves for n in half[-MOST_EVENTS // 2 :])
     of_event = {n: {"step": record.event_steps[n], "routine": routine[n]} for n in listed}
     events = [plain(record.events[n]) | more for n, more in of_event.items()]
-    heading = None
-    if found.heading is not None:
-        heading = {**asdict(found.heading), "tokens": found.heading_tokens, **asdict(found.heading.law)}
-        del heading["law"]
+    heading = found.heading and asdict(found.heading)
+    if heading:
+        heading |= {**heading.pop("law"), "tokens": found.heading_tokens}
     return {
         "name": name or record.name,
         "folder": str(record.run.path),
@@ -313,7 +312,7 @@ def plan_beside_measured(record: RunRecord) -> dict:
     """
     predicted = {"checkpoint_bytes": record.plan.get("checkpoint_bytes")}
     predicted |= record.plan.get("predicted") or {}
-    ends = [event for event in record.events if event.get("event") == "end"]
+    end = next((event for event in reversed(record.events) if event.get("event") == "end"), {})
     pairs = []
     measured = {"peak_memory_bytes": record.metrics.last("memory/peak_bytes"), "checkpoint_bytes": None}
     folders = [path.parent for path in record.run.path.glob("checkpoint-*/committed.json")]
@@ -321,10 +320,9 @@ def plan_beside_measured(record: RunRecord) -> dict:
         newest = max(folders, key=lambda folder: folder.stat().st_mtime)
         files = [path for path in newest.rglob("*") if path.is_file()]
         measured["checkpoint_bytes"] = float(sum(path.stat().st_size for path in files))
-    at_end = ends[-1].get("measured") if ends else None
-    measured["validation_loss"] = ends[-1].get("eval_loss") if ends else None
-    measured |= (at_end or {}) | record.speed()
-    if not ends:
+    measured["validation_loss"] = end.get("eval_loss")
+    measured |= (end.get("measured") or {}) | record.speed()
+    if not end:
         measured.pop("training_seconds", None)  # the plan's is that of the whole run
     for quantity, (unit, label) in QUANTITIES.items():
         if quantity == "peak_memory_bytes" and trained_on_processor(record.environment):

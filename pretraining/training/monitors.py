@@ -84,7 +84,8 @@ class RunMonitors:
 
     def loss(self, loss: Callable) -> Callable:
         """Wrap the loss, so that the monitors see it before the backward pass."""
-        for monitor in [*self.sources, *self.experts, self.stability.watch]:
+        watching: list[Any] = [*self.sources, *self.experts, self.stability.watch]
+        for monitor in watching:
             loss = monitor.around(loss)
         return loss
 

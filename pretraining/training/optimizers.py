@@ -200,9 +200,6 @@ class Bf16InDecay(TrainerCallback):
         self.recipe, self.count = recipe, count
         self.decays: bool | None = None
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.decays = None
-
     def on_step_begin(self, args, state, control, model, **kwargs) -> None:
         decays = self.count(state.global_step) >= self.recipe.decay_start(self.count(state.max_steps))
         if decays == self.decays:

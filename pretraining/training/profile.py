@@ -126,7 +126,6 @@ def operations_of(averages: Iterable) -> list[Operation]:
 
 
 def _on_device(average) -> bool:
-    """Return whether a row describes work on the device, not on the host."""
     return average.device_type.name == "CUDA"
 
 

@@ -99,7 +99,6 @@ class SpikeScore:
             self.values.extend(level)
 
     def _course_and_scale(self) -> tuple[float, float]:
-        """Return course and scale of the values so far."""
         # kept until a value is added: the limit of a step and the score after it must agree
         if self._judged_by is None:
             ordered = sorted(self.distances)
