@@ -396,7 +396,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
                 self._leave(state, what, policies=("skip", "rollback", "stop"))
         elif is_spike and began:
             self.spikes += 1
-            self._tell("spike", state, score=score, **facts)
+            self._tell("spike", state, score=round(score, 2), **facts)
             self._leave(state, why)
         if self.plateau.shows(state.global_step, self.loss_course.expected):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
@@ -412,20 +412,19 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         exploded, expected = score > self.settings.score, self.norm_course.expected
         self.norm_course.add(norm, exploded)
         if exploded and not self.norm_in_spike:
-            self._tell("gradient_explosion", state, score=score, grad_norm=norm, expected=expected)
+            self._tell("gradient_explosion", state, score=round(score, 2), grad_norm=norm, expected=expected)
         self.norm_in_spike = exploded
 
     def _leave(self, state, why: str, policies: tuple[str, ...] = ("rollback", "stop")) -> None:
         if self.policy in policies:
             self.finding = Instability(state.global_step, f"step {state.global_step}: {why}")
 
-    def _tell(self, kind: str, state, score: float | None = None, **facts) -> None:
+    def _tell(self, kind: str, state, **facts) -> None:
         # on every rank: the layer norms of the next step are a collective
         self.alerted_step = state.global_step
         if state.is_world_process_zero:
-            score = {} if score is None else {"score": round(score, 2)}
             facts |= {"policy": self.policy, **self.origins(state.global_step), **ADVICE[kind]}
-            self.run.add_event(kind, step=state.global_step, **score, **facts)
+            self.run.add_event(kind, step=state.global_step, **facts)
 
     def _set_limit(self) -> None:
         """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""

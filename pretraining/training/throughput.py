@@ -303,10 +303,7 @@ HELD_BACK_BY = {
 """The same bits: why a clock under load is lower than it could be (nvml.h, nvmlClocksEventReasons)."""
 
 READINGS: dict[str, tuple[Callable[[Sequence[float]], float], Callable[[Any, Any], float]]] = {
-    "utilization": (
-        lambda shares: sum(shares) / len(shares),
-        lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-    ),
+    "utilization": (statistics.fmean, lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
     "temperature_celsius": (
         max,
         lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
