@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pretraining.outside.masking import changed
 from pretraining.recipe import recipe_schema
 from pretraining.reporting.analysis import Analysis, analyze, sentences
 from pretraining.reporting.published import curve_of
@@ -93,16 +94,9 @@ def page_text(
 
 
 def data_text(payload: dict) -> str:
-    return json.dumps(_finite(payload), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    """Write null for what JSON cannot hold: a sum of numbers that somebody's file made too large."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Write a page's data as JSON, and null for what JSON cannot hold: a sum of numbers that a file made too large."""
+    finite = changed(payload, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @cache
