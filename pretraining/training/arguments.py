@@ -125,9 +125,10 @@ def build_arguments(
 
 def fuses_with_liger(recipe: Recipe, ds_config: dict | None, on_gpu: bool) -> bool:
     """Return whether Liger's kernels are used by default: if `speed.compile: auto` compiles no blocks on this GPU."""
+    if not on_gpu or recipe.speed.compile != "auto":
+        return False
     # Liger fuses norms, rotary embeddings and gated layers. It has nothing for GPT-2, nor for modules kept in fp32.
-    has_none = recipe.model.model_type == "gpt2" or recipe.weights.names_modules
-    if not on_gpu or recipe.speed.compile != "auto" or has_none:
+    if recipe.model.model_type == "gpt2" or recipe.weights.names_modules:
         return False
     return why_not_compiled(recipe, ds_config, on_gpu) is not None and is_liger_kernel_available()
 
