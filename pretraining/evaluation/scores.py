@@ -153,6 +153,15 @@ class Item(NamedTuple):
     """Number of the ending that followed."""
 
 
+class Choice(NamedTuple):
+    """The ending that the model chose."""
+
+    plain: int
+    """By log-probability."""
+    normalised: int
+    """By log-probability divided by the ending's characters, as lm-eval's acc_norm."""
+
+
 class HellaSwag:
     """HellaSwag (Zellers et al. 2019): which of four endings does the model find likeliest?
 
@@ -169,18 +178,24 @@ class HellaSwag:
 
     def measure(self, model: nn.Module, interrupted: Asked = never) -> dict[str, float]:
         """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `MeasurementStopped`."""
+        chosen = list(zip(self.items, self.answers(model, interrupted), strict=True))
+        right = sum(choice.plain == item.right for item, choice in chosen)
+        right_norm = sum(choice.normalised == item.right for item, choice in chosen)
+        return {"hellaswag/acc": right / len(chosen), "hellaswag/acc_norm": right_norm / len(chosen)}
+
+    def answers(self, model: nn.Module, interrupted: Asked = never) -> list[Choice]:
+        """Find the model's choice in each item."""
         # scores come in the order of the pairs: the endings of the first item, then of the next
         scores = iter(score(model, self.pairs, self.passes, interrupted))
-        right = right_norm = 0
+        answers = []
         for item in self.items:
             plain = [next(scores).log_probability for _ in item.endings]
-            # By characters, as lm-eval's acc_norm. An ending may be empty once its marks are removed.
+            # An ending may be empty once its marks are removed.
             both = zip(plain, item.endings, strict=True)
             normalised = [nats / max(1, len(ending)) for nats, ending in both]
-            # the first of equal ones, as argmax does
-            right += plain.index(max(plain)) == item.right
-            right_norm += normalised.index(max(normalised)) == item.right
-        return {"hellaswag/acc": right / len(self.items), "hellaswag/acc_norm": right_norm / len(self.items)}
+            # The first of equal ones, as argmax does.
+            answers.append(Choice(plain.index(max(plain)), normalised.index(max(normalised))))
+        return answers
 
 
 _ITEM = {
