@@ -132,11 +132,12 @@ class LiveState:
         self.frozen = {name: parameter for parameter, name in self.names.items() if name not in trained}
 
     def _blocks(self) -> Iterator[Block]:
-        for group, values in enumerate(self.optimizer.param_groups):
-            for parameter in values["params"]:
-                name = self.names[parameter]
-                piece = Piece(name, deepspeed.first_element(parameter), parameter.numel(), 0, self.cuts[name])
-                yield Block(parameter, group, self.optimizer, [piece], [name])
+        for tensor, group, optimizer, parameters, slices in deepspeed.partitions(self.optimizer):
+            pieces = []
+            for each in slices:
+                name = self.names[each.parameter]
+                pieces.append(Piece(name, each.start, each.numel, each.offset, self.cuts[name]))
+            yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
 
     @property
     def kept_whole(self) -> dict[tuple[str, str], torch.Tensor]:
@@ -177,14 +178,6 @@ class PartitionedOptimizer(LiveState):
     """ZeRO-1 and 2: each parameter group is one flat vector, of which each rank optimizes a partition."""
 
     is_partitioned = True
-
-    def _blocks(self) -> Iterator[Block]:
-        for tensor, group, optimizer, parameters, slices in deepspeed.zero_partitions(self.optimizer):
-            pieces = []
-            for each in slices:
-                name = self.names[each.parameter]
-                pieces.append(Piece(name, each.start, each.numel, each.offset, self.cuts[name]))
-            yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
 
     def set_weights(self) -> None:
         deepspeed.set_weights(self.optimizer)

@@ -184,7 +184,7 @@ class Examination:
         if worst(met) == BREAKS:
             return self._say("the rest is left out: it needs ranks that meet")
         name = "process group of all ranks"
-        if not self._gathered(name, lambda: join_ranks() and None, seconds=JOIN_SECONDS):
+        if not self._gathered(name, join_ranks, seconds=JOIN_SECONDS):
             return
         self._attempt("messages", lambda: measure_messages(self.call, self.gpu, self.on_gpu))
         self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -100,7 +101,8 @@ def continued(
             # the config says False, which is right for training; a class of one's own may have no cache
             use_cache="cache" in inspect.signature(model.forward).parameters,
             tokenizer=tokenizer,  # for stop strings
-            streamer=TokensCounted(),
+            # each token is progress: with parameters on NVMe it takes so long that the watch could take it for a hang
+            streamer=SimpleNamespace(put=lambda tokens: work_done(), end=lambda: None),
             # Until no rank needs another token: ranks may exchange in every forward pass. transformers asks for it
             # under ZeRO-3 alone, and split experts exchange at every stage.
             synced_gpus=rank_and_world_size()[1] > 1,
@@ -112,17 +114,6 @@ def continued(
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text without special tokens, as documents are encoded for training."""
     return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-class TokensCounted:
-    """A streamer for `generate` that reports each token as progress."""
-
-    def put(self, tokens: torch.Tensor) -> None:
-        # With parameters on NVMe one token takes long: without this, the watch over hangs could take it for one.
-        work_done()
-
-    def end(self) -> None:
-        """Do nothing: `generate` calls this after the last token."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, require
 from pretraining.evaluation.sampling import continued, encode, encode_start, evaluation_mode, seeded
-from pretraining.outside.files import COUNT, json_lines
+from pretraining.outside.files import COUNT, NUMBER, TEXT, json_lines, object_of
 from pretraining.runtime.process_group import rank_groups
 from pretraining.schema import check, fits, read_json
 from pretraining.upstream.lm_eval import no_task_bars
@@ -199,8 +199,8 @@ class HellaSwag:
 
 
 _ITEM = {
-    **{key: {"type": "string"} for key in ("activity_label", "ctx_a", "ctx_b")},
-    "endings": {"type": "array", "items": {"type": "string"}},
+    **dict.fromkeys(("activity_label", "ctx_a", "ctx_b"), TEXT),
+    "endings": {"type": "array", "items": TEXT},
     "label": {"anyOf": [COUNT, {"type": "string", "pattern": "[0-9]{1,9}"}]},
 }
 
@@ -208,8 +208,7 @@ _ITEM = {
 def read_items(source: str, limit: int | None = None) -> list[Item]:
     """Read at most `limit` items of a .jsonl (or .jsonl.gz) file, or of the validation split of a dataset on the hub.
 
-    Raises:
-        UserError: something cannot be read; the message names the line.
+    Raises `UserError`: something cannot be read; the message names the line.
     """
     if source.endswith((".jsonl", ".jsonl.gz")) or Path(source).is_file():
         try:
@@ -247,8 +246,7 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
 
 
 def _clean(text: str) -> str:
-    """Remove the marks of WikiHow's layout."""
-    # The same three replacements as lm-eval's, in the same order: scores must agree item by item.
+    # Without the marks of WikiHow's layout, by the three replacements of lm-eval, in its order: scores must agree.
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
@@ -304,8 +302,7 @@ class HarnessModel:
 
     Every rank gets all requests, and the ranks share the forward passes: to lm-eval it is one process.
 
-    Args:
-        model: wrapped as in training (a DeepSpeed engine, DDP), or bare.
+    model: wrapped as in training (a DeepSpeed engine, DDP), or bare.
     """
 
     rank, world_size = 0, 1
@@ -354,7 +351,6 @@ class HarnessModel:
         return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
 
     def _continued(self, context: str, settings: dict, most_tokens: int) -> str:
-        """Continue one context; no request gets more than `most_tokens` new tokens."""
         # The end of a long context stays: the question comes last.
         ids = encode_start(self.tokenizer, context)[-(self.passes.max_length - most_tokens) :]
         sampling = {key: settings[key] for key in PASSED_ON if key in settings}
@@ -374,28 +370,13 @@ class HarnessModel:
 
 
 SETS = Path(__file__).with_name("sets")
-_ROW = {
-    "type": "object",
-    "properties": {
-        "task": {"type": "string", "minLength": 1},
-        "shots": COUNT,
-        "metric": {"type": "string", "minLength": 1},
-        "chance": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
-    },
-    "required": ["task", "shots", "metric", "chance"],
-    "additionalProperties": False,
-}
-_RUNS = {"type": "array", "items": {"type": "number"}, "minItems": 2}
-_SPREAD = {"type": "object", "properties": {"runs": _RUNS}, "required": ["runs"]}
-_SET = {
-    "type": "object",
-    "properties": {
-        "tasks": {"type": "array", "items": _ROW, "minItems": 1},
-        "metric": {"enum": ["mean", "centered"]},
-        "spread": _SPREAD,
-    },
-    "required": ["tasks", "metric"],
-}
+_WORD = {**TEXT, "minLength": 1}
+_CHANCE = {**NUMBER, "minimum": 0, "exclusiveMaximum": 1}
+_ROW = object_of({"task": _WORD, "shots": COUNT, "metric": _WORD, "chance": _CHANCE})
+_ROWS = {"type": "array", "items": {**_ROW, "additionalProperties": False}, "minItems": 1}
+_RUNS = {"type": "array", "items": NUMBER, "minItems": 2}
+_SPREAD = object_of({"runs": _RUNS})
+_SET = object_of({"tasks": _ROWS, "metric": {"enum": ["mean", "centered"]}}, {"spread": _SPREAD})
 
 
 def is_set(name: str) -> bool:
@@ -438,8 +419,7 @@ def summary_of(set_name: str, chosen: dict, found: dict[str, float]) -> dict[str
 def load_tasks(names: Sequence[str], sets: Mapping[str, dict] = MappingProxyType({})) -> dict:
     """Load what `lm_eval.evaluator.evaluate` takes, with as many few-shot examples as each task or set says.
 
-    Raises:
-        UserError: lm-eval is missing, knows no such task, or cannot read its data.
+    Raises `UserError`: lm-eval is missing, knows no such task, or cannot read its data.
     """
     managers = require("lm_eval.tasks", f"evaluation.tasks ({', '.join([*names, *sets])})")
     rows = {score_name(Path(name).stem, row): row for name, each in sets.items() for row in each["tasks"]}

@@ -221,8 +221,7 @@ def _batch(blocks: list[dict[str, np.ndarray]], groups: RankGroups, device: torc
 def _sums(own_metrics: Mapping[str, Callable], logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum nats, targets and own metrics over logits [tokens, vocabulary] with labels [tokens]: [2 + own], in fp64.
 
-    Raises:
-        UserError: a metric returns something else than a number for each token that has a target.
+    Raises `UserError`: a metric returns something else than a number for each token that has a target.
     """
     sums = torch.zeros(2 + len(own_metrics), dtype=torch.float64, device=logits.device)
     # In fp32 for a few tokens at a time, added up in fp64.
@@ -271,9 +270,8 @@ class Evaluator:
         run: the folder that gets samples of text after every validation; None: no samples.
         degrees: over how many ranks the model's layers are split.
 
-    Raises:
-        UserError: a task is unknown, its data cannot be read, lm-eval is not installed, no validation measures
-            `evaluation.metric`, or ranks read other data or items.
+    Raises `UserError`: a task is unknown, its data cannot be read, lm-eval is not installed, no validation measures
+    `evaluation.metric`, or ranks read other data or items.
     """
 
     def __init__(

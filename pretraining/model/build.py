@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, require
 from pretraining.extend import load_extensions, model_extension
-from pretraining.model.attention import INSTALL, choose_attention, describe_attention, split_attention
+from pretraining.model.attention import HOPPER, INSTALL, choose_attention, describe_attention, split_attention
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights, rules_of
 from pretraining.model.parallel import (
@@ -87,8 +87,7 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
         return AutoConfig.for_model(model["model_type"], **{"use_cache": False, **special, **keywords})
     except Exception as error:
         # Each class checks its keywords in its own way, and all of these come from the recipe.
-        reason = " ".join(str(error).split())
-        raise UserError(f"model: transformers refuses this {model['model_type']} config: {reason}") from error
+        raise UserError(f"model: transformers refuses this {model['model_type']} config: {error}") from error
 
 
 def build_from_recipe(
@@ -111,11 +110,8 @@ def build_from_recipe(
         print(describe_compilation(speed, why_none), flush=True)
     if recipe.watched_keys:
         watch_attention()
-    sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
-    shared = {"given": given, "groups": groups}
-    return build_model(
-        recipe.model, tokenizer, arguments, draw_weights, masks_documents, **shared, **sections
-    )
+    where = recipe.model, tokenizer, arguments, draw_weights, masks_documents
+    return build_model(*where, speed, recipe.mup, recipe.weights, given, groups)
 
 
 def build_model(
@@ -140,8 +136,7 @@ def build_model(
         given: take these weights in place of drawn ones.
         groups: which ranks work on the same samples, and how many split the experts.
 
-    Raises:
-        UserError: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
+    Raises `UserError`: transformers refuses the `model` section, or this machine has no such kernel or no compiler.
     """
     check_speed(speed)
     attention = choose_attention(model, arguments, masks_documents)
@@ -201,7 +196,7 @@ def _without_weights(config: PreTrainedConfig, attention: str | None, dtype: tor
         raise UserError(f"model.rope_parameters: transformers has no rope_type {error}") from error
     except (ImportError, ValueError) as error:
         if isinstance(error, ValueError) and "attn_implementation" not in str(error):
-            raise UserError(f"model: {' '.join(str(error).split())}") from error
+            raise UserError(f"model: {error}") from error
         # What remains is the attention: a package that is missing, or a name that transformers does not know.
         what = f"{attention} cannot be used here ({INSTALL.get(attention, 'see its package')})"
         reason = " ".join(str(error).split())[:200]
@@ -211,8 +206,6 @@ def _without_weights(config: PreTrainedConfig, attention: str | None, dtype: tor
 
 BORDERS = {"cu_seq_lens_q", "cu_seq_lens_k"}
 """Keywords of a block that hold the documents' borders (`data.document_masking`)."""
-# Compute capability
-HOPPER = (9, 0)
 MULTIPLE = 16
 """Both sides of a matrix must be a multiple of this for fp8 kernels."""
 
@@ -244,8 +237,7 @@ def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) 
 
     `auto` compiles blocks too, and goes on uncompiled if that fails (`FirstPass`).
 
-    Args:
-        degrees: those of the layout. Ranks that split a layer, a sequence or experts exchange inside a block.
+    degrees: those of the layout. Ranks that split a layer, a sequence or experts exchange inside a block.
     """
     if speed.compile in ("none", "deepcompile"):  # DeepSpeed compiles the model once its engine is there
         return

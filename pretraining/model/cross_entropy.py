@@ -259,7 +259,6 @@ def _least_resources(group: dist.ProcessGroup, device: torch.device, *asked: Any
 
 
 def _precision(dtype: torch.dtype) -> torch.dtype:
-    """Choose the dtype of log-probabilities and sums."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -274,8 +273,7 @@ def _nats_and_gradient(
 
     The gradient of a token without a target is meaningless: callers multiply it by 0.
 
-    Args:
-        space: receives the log-probabilities; None for the compiled functions, which need none.
+    space: receives the log-probabilities; None for the compiled functions, which need none.
     """
     z_loss, split = way.z_loss, way.rows
     # -100 is no index; these rows do not count in the end.
@@ -329,7 +327,6 @@ def _log_normaliser(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax_over(logits: torch.Tensor, log_z: torch.Tensor, weight: torch.Tensor) -> None:
-    """Write `weight * softmax` over the logits."""
     # A separate graph: together with log_z, inductor would first write it to other memory.
     wide = logits.to(log_z.dtype)
     logits.copy_((wide - log_z[:, None]).exp() * weight[:, None])
@@ -368,8 +365,7 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
 def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
     """Warn once that the loss is not compiled here; return False.
 
-    Args:
-        alike_on_machine: whether every rank of this machine has the same reason; then its first rank warns for all.
+    alike_on_machine: whether every rank of this machine has the same reason; then its first rank warns for all.
     """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if is_first or not alike_on_machine:

@@ -16,8 +16,7 @@ def drawing_faults(built: PreTrainedModel) -> list[str]:
 
     A matrix that no module draws would keep the bytes that its memory had before.
 
-    Args:
-        built: on the meta device.
+    built: on the meta device.
     """
     faults, drawn, names = [], set(), {each: name for name, each in built.named_parameters()}
     for parameter in built.parameters():
@@ -52,18 +51,14 @@ def traced(
             yield name, module, owner, trace
 
 
-def children_first(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+def children_first(
+    module: nn.Module, name: str = "", owner: PreTrainedModel | None = None
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
     """Yield (name, module, the PreTrainedModel whose rule initialises it), every child before its parent."""
-
-    def walk(
-        name: str, module: nn.Module, owner: PreTrainedModel
-    ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child, owner)
-        yield name, module, owner
-
-    return walk("", model, model)
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        yield from children_first(child, f"{name}.{child_name}" if name else child_name, owner)
+    yield name, module, owner
 
 
 def parameters_near(module: nn.Module) -> list[nn.Parameter]:

@@ -146,8 +146,7 @@ class GivenWeights:
 
         It does not depend on how the tensors are spread over files, nor on the number of ranks.
 
-        Raises:
-            UserError: a tensor cannot be read, or is not finite; the same on every rank.
+        Raises `UserError`: a tensor cannot be read, or is not finite; the same on every rank.
         """
         rank, ranks = rank_and_world_size()
         entries = self.files.entries
@@ -175,8 +174,7 @@ class GivenWeights:
 def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeights | None:
     """Find the recipe's initial weights and check them; None if it draws its own. All ranks call it together.
 
-    Raises:
-        UserError: there are none, or they are not this model's; the same on every rank.
+    Raises `UserError`: there are none, or they are not this model's; the same on every rank.
     """
     name = recipe.weights.initial_weights
     if name is None:
@@ -220,16 +218,11 @@ def find_folder(name: str, where: str) -> Path:
         return folder
     if name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", name):
         raise problem(where, KEY, f"{name}: no such folder{_near(folder)}")
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    fetched: list[Path | None] = [None]
-
-    def fetch() -> None:
-        fetched[0] = _fetch(name, where)
-
-    together(fetch if is_first else lambda: None)
-    # They find in the cache what the first rank of their node has put there.
-    together((lambda: None) if is_first else fetch)
-    return fetched[0]
+    is_first, fetch = os.environ.get("LOCAL_RANK", "0") == "0", partial(_fetch, name, where)
+    fetched = together(fetch if is_first else lambda: None)
+    # The others find in the cache what the first rank of their node has put there.
+    found = together((lambda: None) if is_first else fetch)
+    return fetched or found
 
 
 def _fetch(name: str, where: str) -> Path:
@@ -340,9 +333,9 @@ def check_shapes(given: GivenWeights, model: PreTrainedModel, where: str) -> Non
     model: on the meta device.
     """
     name, parameters = given.name, dict(model.named_parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     missing = [key for key in parameters if key not in given.origins]
     if missing:
-        head = model.get_output_embeddings()
         is_head = head is not None and all(parameters[key] is head.weight for key in missing)
         remedy = "name the folder of a model like this one"
         if is_head:
@@ -353,7 +346,6 @@ def check_shapes(given: GivenWeights, model: PreTrainedModel, where: str) -> Non
         what = f"{name} has no weights for {len(missing)} of {len(parameters)} parameters ({listed(missing)})"
         found = f"; it has {listed(given.unused)}" if given.unused and not is_head else ""
         raise problem(where, KEY, f"{what}{found}; {remedy}")
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tables = {id(each) for module in (embedding, head) if module is not None for each in module.parameters()}
     for key, origin in given.origins.items():
         same = origin.saved_shape[1:] == origin.shape[1:] and len(origin.saved_shape) == len(origin.shape)

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,6 @@ from pretraining.upstream.deepspeed import (
 from pretraining.upstream.matrices import hidden_matrices
 from pretraining.upstream.transformers import draw_module, is_partitioned
 
-NO_FACTORS: Mapping[str, float] = {}
-
 
 class Normal(NamedTuple):
     """A normal distribution of mean 0, from which the recipe draws a parameter."""
@@ -51,7 +49,7 @@ class Normal(NamedTuple):
             nn.init.trunc_normal_(tensor, std=self.std, a=-self.cut * self.std, b=self.cut * self.std)
 
 
-NO_RULES: Mapping[str, Normal] = {}
+NONE: Mapping[str, Any] = {}
 MANY = 1_000_000_000
 """So many weights take minutes, or seconds on many ranks: then it is printed that they are drawn."""
 NEWS_SECONDS = 30.0
@@ -75,7 +73,6 @@ class Draw(NamedTuple):
 
     @property
     def num_kept(self) -> int:
-        """Number of weights that it draws and that are kept."""
         return sum(map(whole_numel, self.kept))
 
 
@@ -83,8 +80,8 @@ class Draw(NamedTuple):
 def initialise_weights(
     model: PreTrainedModel,
     seed: int,
-    factors: Mapping[str, float] = NO_FACTORS,
-    rules: Mapping[str, Normal] = NO_RULES,
+    factors: Mapping[str, float] = NONE,
+    rules: Mapping[str, Normal] = NONE,
 ) -> None:
     """Draw every weight from the architecture's own distribution, in fp32 on the CPU, seeded by module name.
 
@@ -130,7 +127,7 @@ def initialise_weights(
                 print(f"drew {what}, about {minutes:.1f} minutes left", flush=True)
 
 
-def list_draws(model: PreTrainedModel, rules: Mapping[str, Normal] = NO_RULES) -> list[Draw]:
+def list_draws(model: PreTrainedModel, rules: Mapping[str, Normal] = NONE) -> list[Draw]:
     """List in order what the rules of a model's modules draw, without those of which nothing is kept."""
     draws: list[Draw] = []
     by_recipe = {parameter: rules[name] for name, parameter in model.named_parameters() if name in rules}

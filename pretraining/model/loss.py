@@ -35,8 +35,7 @@ def build_loss(model: PreTrainedModel, settings: Loss = PLAIN, groups: RankGroup
 
     A fused loss changes the model's head (`LossHead`). groups: which ranks have parts of the same sequences.
 
-    Raises:
-        UserError: `router_z_loss` of a model that does not return its routers' scores.
+    Raises `UserError`: `router_z_loss` of a model that does not return its routers' scores.
     """
     if settings.router_z_loss and not getattr(model.config, "output_router_logits", False):
         raise UserError(

@@ -180,7 +180,6 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def pass_through(forward: Callable, *parts: torch.Tensor) -> torch.Tensor:
-    """Call the experts' own forward pass."""
     return forward(*parts)
 
 
@@ -218,7 +217,6 @@ class Copies(NamedTuple):
         return _Taken.apply(matrix, self)
 
     def add_up(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add up the rows of each line."""
         return _Summed.apply(rows, self)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT, inside, read_bytes, read_json_value
+from pretraining.outside.files import COUNT, NUMBER, inside, object_of, read_bytes, read_json_value
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import work_done
 from pretraining.schema import check, problem
@@ -69,8 +69,7 @@ class WeightFiles:
 
     entries: {name: Entry}. is_mapped: whether `tensor` returns the pages of a file, which all ranks of a node share.
 
-    Raises:
-        UserError: the folder has no weights, or a file that cannot be read.
+    Raises `UserError`: the folder has no weights, or a file that cannot be read.
     """
 
     is_mapped = True
@@ -112,7 +111,7 @@ class WeightFiles:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return the elements [start, stop) of the flattened tensor; the caller copies them before the next read."""
-        if self._served_bytes > _MAPPED_BYTES:
+        if self.is_mapped and self._served_bytes > _MAPPED_BYTES:
             self.release()  # pages that were read stay in memory until the file is unmapped
         part = self.tensor(name).reshape(-1)[start:stop]
         self._served_bytes += part.numel() * part.element_size()
@@ -335,12 +334,10 @@ class TranslatedFiles(WeightFiles):
         self.entries: dict[str, Entry] = {ours: files.entries[saved] for ours, saved in self._saved.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, with transformers' order of rows."""
         whole = self._files.tensor(self._saved[name])
         return whole[self._rows(name)] if _is_rotated(name) else whole
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return the elements [start, stop) of the flattened tensor."""
         if not _is_rotated(name):
             return self._files.read(self._saved[name], start, stop)
         width = self.entries[name].shape[1]
@@ -369,8 +366,7 @@ def _is_rotated(name: str) -> bool:
 def translated(files: WeightFiles, model: Model, name: str, where: str) -> WeightFiles:
     """Return the files under transformers' names if another library has named them; else return them as they are.
 
-    Raises:
-        UserError: they are in parts, or their params.json describes another model.
+    Raises `UserError`: they are in parts, or their params.json describes another model.
     """
     if model.model_type not in TYPES or not any(map(_MARKS.search, files.entries)):
         return files
@@ -385,15 +381,8 @@ def translated(files: WeightFiles, model: Model, name: str, where: str) -> Weigh
     return TranslatedFiles(files, head_size)
 
 
-_PARAMS = {
-    "type": "object",
-    "required": ["n_heads"],
-    "properties": {
-        "n_heads": COUNT,
-        "n_kv_heads": {"anyOf": [COUNT, {"type": "null"}]},
-        **{key: {"type": "number"} for key in ("norm_eps", "rope_theta")},
-    },
-}
+_OR_NULL = {"anyOf": [COUNT, {"type": "null"}]}
+_PARAMS = object_of({"n_heads": COUNT}, {"n_kv_heads": _OR_NULL, "norm_eps": NUMBER, "rope_theta": NUMBER})
 
 
 def check_params(folder: Path, model: Model, name: str, where: str) -> None:

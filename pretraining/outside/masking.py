@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 # Lengths are limited, so that a long text takes a time in proportion to its length.
@@ -53,11 +53,16 @@ def masked(text: str, variables: Collection[str] = ()) -> str:
 
 def masked_in(value: Any) -> Any:
     """Mask every text of a JSON value."""
+    return changed(value, lambda each: masked(each) if isinstance(each, str) else each)
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change every single value in a JSON value."""
     if isinstance(value, dict):
-        return {name: masked_in(each) for name, each in value.items()}
+        return {name: changed(each, change) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [masked_in(each) for each in value]
-    return masked(value) if isinstance(value, str) else value
+        return [changed(each, change) for each in value]
+    return change(value)
 
 
 def escaped(text: str) -> str:

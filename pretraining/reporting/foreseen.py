@@ -31,7 +31,6 @@ class Foreseen:
 
     @property
     def has_left(self) -> bool:
-        """Return whether the run is outside of what was foreseen where it is."""
         return self.now is not None and not self.now.low <= self.reached <= self.now.high
 
     @property

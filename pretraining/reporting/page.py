@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pretraining.outside.masking import changed
 from pretraining.recipe import recipe_schema
 from pretraining.reporting.analysis import Analysis, analyze, sentences
 from pretraining.reporting.published import curve_of
@@ -93,16 +94,9 @@ def page_text(
 
 
 def data_text(payload: dict) -> str:
-    return json.dumps(_finite(payload), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    """Write null for what JSON cannot hold: a sum of numbers that somebody's file made too large."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Write a page's data as JSON, and null for what JSON cannot hold: a sum of numbers that a file made too large."""
+    finite = changed(payload, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @cache
@@ -199,10 +193,9 @@ def run_payload(
     listed = sorted(n for half in halves for n in half[-MOST_EVENTS // 2 :])
     of_event = {n: {"step": record.event_steps[n], "routine": routine[n]} for n in listed}
     events = [plain(record.events[n]) | more for n, more in of_event.items()]
-    heading = None
-    if found.heading is not None:
-        heading = {**asdict(found.heading), "tokens": found.heading_tokens, **asdict(found.heading.law)}
-        del heading["law"]
+    heading = found.heading and asdict(found.heading)
+    if heading:
+        heading |= {**heading.pop("law"), "tokens": found.heading_tokens}
     return {
         "name": name or record.name,
         "folder": str(record.run.path),
@@ -313,7 +306,7 @@ def plan_beside_measured(record: RunRecord) -> dict:
     """
     predicted = {"checkpoint_bytes": record.plan.get("checkpoint_bytes")}
     predicted |= record.plan.get("predicted") or {}
-    ends = [event for event in record.events if event.get("event") == "end"]
+    end = next((event for event in reversed(record.events) if event.get("event") == "end"), {})
     pairs = []
     measured = {"peak_memory_bytes": record.metrics.last("memory/peak_bytes"), "checkpoint_bytes": None}
     folders = [path.parent for path in record.run.path.glob("checkpoint-*/committed.json")]
@@ -321,10 +314,9 @@ def plan_beside_measured(record: RunRecord) -> dict:
         newest = max(folders, key=lambda folder: folder.stat().st_mtime)
         files = [path for path in newest.rglob("*") if path.is_file()]
         measured["checkpoint_bytes"] = float(sum(path.stat().st_size for path in files))
-    at_end = ends[-1].get("measured") if ends else None
-    measured["validation_loss"] = ends[-1].get("eval_loss") if ends else None
-    measured |= (at_end or {}) | record.speed()
-    if not ends:
+    measured["validation_loss"] = end.get("eval_loss")
+    measured |= (end.get("measured") or {}) | record.speed()
+    if not end:
         measured.pop("training_seconds", None)  # the plan's is that of the whole run
     for quantity, (unit, label) in QUANTITIES.items():
         if quantity == "peak_memory_bytes" and trained_on_processor(record.environment):
@@ -350,9 +342,8 @@ def _published(record: RunRecord, found: Analysis) -> dict | None:
     if other is not None:
         rows = list(zip(other.tokens, other.own, other.published, other.gaps, strict=True))
         rows = _spread(rows, MOST_SCORES)
-    metric, is_comparable = other and other.metric, not found.published_differs
-    made = {"run": curve["run"], "series": series, "metric": metric, "rows": rows}
-    return {**made, "notes": found.published_notes, "is_comparable": is_comparable}
+    made = {"run": curve["run"], "series": series, "metric": other and other.metric, "rows": rows}
+    return {**made, "notes": found.published_notes, "is_comparable": not found.published_differs}
 
 
 def _foreseen(record: RunRecord, found: Analysis) -> dict | None:

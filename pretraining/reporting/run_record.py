@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from pretraining.errors import UserError
-from pretraining.outside.files import parse_json, read_json_value, regular
+from pretraining.outside.files import object_of, parse_json, read_json_value, regular
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
@@ -256,14 +256,11 @@ class RunRecord:
 _NUMBER = {"type": ["number", "null"]}
 _RAMP = recipe_schema()["properties"]["budget"]["properties"]["ramp"]
 _SHAPES: dict[str, dict] = {
-    "budget": {
-        "type": "object",
-        "properties": {"tokens": _NUMBER, "tokens_per_step": _NUMBER, "ramp": _RAMP},
-    },
-    "report": {"type": "object", "properties": {"target_loss": _NUMBER, "every_seconds": _NUMBER}},
+    "budget": object_of({}, {"tokens": _NUMBER, "tokens_per_step": _NUMBER, "ramp": _RAMP}),
+    "report": object_of({}, {"target_loss": _NUMBER, "every_seconds": _NUMBER}),
     "size": {"type": ["object", "null"], "properties": {"matmul": _NUMBER}},
     "training_flops": _NUMBER,
-    "run": {"type": "object", "properties": {"sources": {"type": "array", "items": {"type": "object"}}}},
+    "run": object_of({}, {"sources": {"type": "array", "items": {"type": "object"}}}),
     "predicted": {"type": ["object", "null"]},
     "checkpoint_bytes": _NUMBER,
 }

@@ -12,13 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from pretraining.runtime.process_group import sum_over_ranks
-from pretraining.training.gradients import (
-    UnitDivision,
-    UnitPart,
-    layer_of,
-    stepped,
-    stepped_slices,
-)
+from pretraining.training.gradients import UnitDivision, UnitPart, layer_of, stepped, stepped_slices
 from pretraining.upstream import attention_logits
 from pretraining.upstream.deepspeed import split_part, stepping_optimizers, whole_shape
 from pretraining.upstream.saved_tensors import layers_of
@@ -94,7 +88,7 @@ class LogitClip(TrainerCallback):
         self.model, self.units = model, attention_logits.clipped_units(model)
         names = {parameter: name for name, parameter in model.named_parameters() if name in self.units}
         self.parts: dict[int, list[tuple[str, UnitPart]]] = {}
-        for piece in stepped_slices(model, optimizer):
+        for piece in stepped_slices(optimizer):
             if (name := names.get(piece.parameter)) is None:
                 continue
             # a bias is a column; of a split layer a slice counts in this rank's rows

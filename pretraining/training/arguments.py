@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils.data import default_convert
 from transformers import AutoConfig, TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
@@ -45,13 +46,8 @@ FIXED = {
     "report_to": "none",  # trackers are attached behind the callback that completes the metrics
 }
 
-WORKER_KEYS = (
-    "dataloader_persistent_workers",
-    "dataloader_prefetch_factor",
-    "dataloader_multiprocessing_context",
-)
-
-
+WORKER_KEYS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
+"""Behind `dataloader_`."""
 PREFETCHED_BYTES = 64 << 20
 """Bytes of batches that a rank's workers keep ready: more than any shipped recipe needs for a step."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -82,7 +78,7 @@ def build_arguments(
     }
     keywords = {k: v for k, v in recipe.training_keywords.items() if k not in FIXED}
     if not keywords.get("dataloader_num_workers"):  # torch refuses settings of workers if there are none
-        keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
+        keywords = {k: v for k, v in keywords.items() if k.removeprefix("dataloader_") not in WORKER_KEYS}
     elif keywords.get("dataloader_prefetch_factor") is None:
         # The least of all ranks: those that wait for data together must read equally far ahead.
         keywords["dataloader_prefetch_factor"] = min(
@@ -113,8 +109,7 @@ def build_arguments(
             **(plain if widths_of(recipe.model).experts else {}),
             **given,
             **(plain if degrees_of(ds_config).expert > 1 else {}),
-            "cross_entropy": False,
-            "fused_linear_cross_entropy": False,
+            **dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False),
         }
     if keywords.get("full_determinism"):
         # The Trainer does this too, but after the model is built. cuBLAS reads its setting at the first product.
@@ -172,28 +167,22 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     setup = Setup(recipe, ds_config)
     # DeepSpeed's throughput timer waits for the device in every micro-batch. The metrics have their own clock, and no
     # order depends on that wait: test_stream_order.py trains without it.
-    config = {**ds_config, "timers": {"throughput": {"enabled": False}}}
+    config = deepcopy(ds_config) | {"timers": {"throughput": {"enabled": False}}}
     # Sequences are split here. With its key, DeepSpeed 0.19.8 would count fewer ranks than it averages over.
     config.pop("sequence_parallel_size", None)
     # Experts too (model/parallel.py): DeepSpeed would replace the routers by its own.
     config.pop("expert_parallel", None)
     if degrees_of(ds_config).tensor > 1:
-        config["tensor_parallel"] = {
-            **ds_config["tensor_parallel"],
-            "partition_config": split_layers(recipe.model),
-        }
+        config["tensor_parallel"]["partition_config"] = split_layers(recipe.model)
         # the exported weights are gathered at every stage
-        gathered = {"stage3_gather_16bit_weights_on_model_save": True}
-        config["zero_optimization"] = {**ds_config["zero_optimization"], **gathered}
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
-        zero = config["zero_optimization"]
         # of layers and experts that are split, a rank gathers its own parts
-        ahead = block_gathering(zero, layer_numel(setup.held))
-        config["zero_optimization"] = {**zero, **ahead}
+        config["zero_optimization"] |= block_gathering(config["zero_optimization"], layer_numel(setup.held))
     if zero_stage(ds_config) > 0 and config["zero_optimization"].get("reduce_bucket_size") != "auto":
         # DeepSpeed allocates the whole bucket in every backward pass
         bucket = reduce_bucket(ds_config, value_of(recipe.model, "hidden_size"), setup.held)
-        config["zero_optimization"] = {**config["zero_optimization"], "reduce_bucket_size": bucket}
+        config["zero_optimization"]["reduce_bucket_size"] = bucket
     if recipe.speed.compile == "deepcompile":
         config["compile"] = {"deepcompile": True}
     if recipe.training.bf16 and zero_stage(ds_config) == 1:
@@ -238,5 +227,4 @@ def collate_blocks(
     blocks: list[dict[str, np.ndarray]], part: int = 0, parts: int = 1
 ) -> dict[str, torch.Tensor | int]:
     """Stack blocks to tensors for the model's forward pass: of each sequence the rank's own `part` of `parts`."""
-    batch = part_of_sequences(stack_blocks(blocks), part, parts)
-    return {key: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for key, x in batch.items()}
+    return default_convert(part_of_sequences(stack_blocks(blocks), part, parts))

@@ -59,9 +59,8 @@ class Arrival:
 
         resume, allowed: `--resume` and `--allow_change`.
 
-        Raises:
-            UserError: the folder holds the run of another recipe, or the preparation has failed.
-            SystemExit: the run was asked to stop.
+        Raises `UserError`: the folder holds the run of another recipe, or the preparation has failed.
+        `SystemExit`: the run was asked to stop.
         """
         if resume != "never":
             # looked at again with the data; here, so that nobody waits for text to be refused
@@ -122,8 +121,7 @@ class Arrival:
 
         samples_ahead: how many samples behind the step the readers look at.
 
-        Raises:
-            UserError: the preparation has failed, or its text is not enough for the run.
+        Raises `UserError`: the preparation has failed, or its text is not enough for the run.
         """
         if self._order is None:
             return True

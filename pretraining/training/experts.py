@@ -38,9 +38,8 @@ class ExpertLoad(TrainerCallback, ExportableState):
         self.run, self.bias_rate, self.logs = run, bias_rate, logs
         self.routing: Any = None
         self.step: list[torch.Tensor] | None = None
-        """Counts of this rank in the step, [experts] of every mixture layer."""
+        """Counts of this rank in the step, [experts] of every mixture layer; below, since the last row."""
         self.window: list[torch.Tensor] | None = None
-        """Counts of this rank since the last row."""
         self.starved: dict[tuple[int, int], int] = {}
 
     def around(self, compute_loss: Callable) -> Callable:

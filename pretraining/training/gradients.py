@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -92,14 +91,9 @@ class UnitPart(NamedTuple):
         return flat[self.offset : self.offset + self.rows * self.columns].view(self.rows, self.columns)
 
 
-def stepped_slices(model: nn.Module, inner: Any) -> list[deepspeed.Slice]:
-    """List what is stepped of the model's parameters: all of them whole, or this rank's slices of ZeRO's."""
-    if not isinstance(inner, torch.optim.Optimizer):
-        return [piece for each in deepspeed.zero_partitions(inner) for piece in each.slices]
-    return [
-        deepspeed.Slice(each, deepspeed.first_element(each), each, 0, each.numel())
-        for each in model.parameters()
-    ]
+def stepped_slices(inner: Any) -> list[deepspeed.Slice]:
+    """List what is stepped: parameters whole, or this rank's slices of ZeRO's."""
+    return [piece for each in deepspeed.partitions(inner) for piece in each.slices]
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -143,11 +137,7 @@ class Clipping(TrainerCallback):
             for name, parameter in model.named_parameters()
             if parameter is not spared
         }
-        if not self.is_shared:
-            for parameter, each in units.items():
-                parts = each.parts(deepspeed.first_element(parameter), parameter.numel())
-                self.layouts[id(parameter)] = list(parts), each.count
-        for partition in deepspeed.zero_partitions(optimizer):  # none without ZeRO
+        for partition in deepspeed.partitions(optimizer):
             # every rank counts the units of all parameters, in the same order
             first, total = {}, 0
             for parameter in (each for each in partition.parameters if each in units):
@@ -230,7 +220,7 @@ class LayerNormsCallback(TrainerCallback):
                 self.optimizers = deepspeed.stepping_optimizers(inner)
                 # Without ZeRO and layers that are split, every rank has the whole gradients.
                 alone = not dist.is_initialized()
-                for parameter, _, tensor, offset, numel in stepped_slices(model, inner):
+                for parameter, _, tensor, offset, numel in stepped_slices(inner):
                     if (layer := numbers.get(id(parameter))) is not None:
                         copies = 1 if alone else deepspeed.holders(parameter, inner)[1]
                         self.places.setdefault(id(tensor), []).append((layer, offset, numel, copies))

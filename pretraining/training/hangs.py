@@ -199,7 +199,6 @@ class Relay:
 
 
 def _created(path: Path) -> bool:
-    """Make the file; return whether this rank was the first."""
     with contextlib.suppress(FileExistsError):
         # it fails if the file exists, so exactly one rank succeeds
         path.touch(exist_ok=False)

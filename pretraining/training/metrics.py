@@ -176,28 +176,23 @@ class ProgressCallback(TrainerCallback):
             names = [re.fullmatch(r"eval_(.+)_loss", name) for name in logs]
             losses = [f"{name[1]} {logs[name[0]]:.4f}" for name in names if name]
             line += f"; loss of {', '.join(losses)}" if losses else ""
-            self._print(f"step {state.global_step}: {line}")
+            self.bar.write(f"step {state.global_step}: {line}", file=sys.stderr)
         elif self.on_terminal:
             self.bar.set_postfix_str(
                 f"loss {logs['loss']:.4f}, {logs['throughput/tokens_per_second']:,.0f} tokens/s"
             )
         else:
             minutes, seconds = divmod(round(logs["throughput/seconds_left"]), 60)
-            self._print(
+            self.bar.write(
                 f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.4f}  "
                 f"{logs['throughput/tokens_per_second']:,.0f} tokens/s  "
-                f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+                f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left",
+                file=sys.stderr,
             )
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         if self.bar is not None:
             self.bar.close()
-
-    def _print(self, line: str) -> None:
-        if self.on_terminal:
-            self.bar.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr, flush=True)
 
 
 class SourceLoss(TrainerCallback):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size
-from pretraining.upstream.deepspeed import Partition, Slice, first_element, split_part, whole_shape
+from pretraining.upstream.deepspeed import Partition, Slice, partitions, split_part, whole_shape
 from pretraining.upstream.matrices import Matrices
 
 ROUND_NUMEL = 2**28
@@ -223,24 +223,16 @@ class Muon(torch.optim.Optimizer):
         self.model, self.names, self.matrices = model, list(matrices), list(matrices.values())
         self._neurons: dict[int, torch.Tensor] = {}
         self._costs = {number: each.cost for number, each in enumerate(self.matrices)}
-        self.bind(self.whole())
+        self.bind(partitions(self))
 
-    def whole(self) -> list[Partition]:
-        """Return what a rank steps without ZeRO: every parameter, its part of a split layer, or its own experts."""
-        return [
-            Partition(p, number, self, [p], [Slice(p, first_element(p), p, 0, p.numel())])
-            for number, group in enumerate(self.param_groups)
-            for p in group["params"]
-        ]
-
-    def bind(self, partitions: Iterable[Partition]) -> None:
+    def bind(self, stepped: Iterable[Partition]) -> None:
         """Set the tensors that are stepped from now on."""
         # Numbers, because fragments travel between ranks, where a tensor's id means nothing. By name, because AutoTP
         # may have put other parameters in the place of the model's.
         numbers = {id(self.model.get_parameter(name)): number for number, name in enumerate(self.names)}
         self._plans: dict[tuple, list[Round]] = {}
         self._tensors: dict[int, tuple[torch.Tensor, list[MatrixFragment]]] = {}
-        for each in partitions:
+        for each in stepped:
             if self.param_groups[each.group]["algorithm"] == "muon":
                 found = [fragments_of(piece, numbers[id(piece.parameter)]) for piece in each.slices]
                 self._tensors[id(each.tensor)] = each.tensor, list(chain.from_iterable(found))

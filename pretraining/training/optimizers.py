@@ -42,7 +42,7 @@ from pretraining.recipe.piecewise import value_at
 from pretraining.recipe.training import AVERAGING, PIECEWISE, Training, Z
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.training.muon import Muon
-from pretraining.upstream.deepspeed import whole_numel, whole_shape, zero_partitions
+from pretraining.upstream.deepspeed import partitions, whole_numel, whole_shape
 from pretraining.upstream.matrices import hidden_matrices
 
 
@@ -176,8 +176,7 @@ class GroupValues(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         # DeepSpeed has cut the parameters up by now
-        stepping, ours = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]), self.optimizer
-        ours.bind(ours.whole() if stepping is ours else zero_partitions(stepping))
+        self.optimizer.bind(partitions(getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])))
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         place, end = self.count(state.global_step), self.count(state.max_steps)
@@ -200,9 +199,6 @@ class Bf16InDecay(TrainerCallback):
         """count: maps finished steps to those that the schedule counts."""
         self.recipe, self.count = recipe, count
         self.decays: bool | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.decays = None
 
     def on_step_begin(self, args, state, control, model, **kwargs) -> None:
         decays = self.count(state.global_step) >= self.recipe.decay_start(self.count(state.max_steps))
@@ -323,8 +319,8 @@ def follow_run(
 ) -> None:
     """Have the scheduler return `share_of_peak` for every group.
 
-    Raises:
-        UserError: the schedule is no function of the step (`reduce_lr_on_plateau`), and a rollback has lowered rates.
+    Raises `UserError`: the schedule is no function of the step (`reduce_lr_on_plateau`), and a rollback has lowered
+    rates.
     """
     if isinstance(scheduler, LambdaLR):
 

@@ -45,19 +45,18 @@ class ProfileCallback(TrainerCallback):
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        if self.profiler is not None and state.global_step >= self.last:
-            self._finish(args, state.global_step)
+        if state.global_step >= self.last:
+            self.on_train_end(args, state, control)
 
+    # before the last traced step too, if the run was asked to stop
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        if self.profiler is not None:  # the run was asked to stop before the last traced step
-            self._finish(args, state.global_step)
-
-    def _finish(self, args, step: int) -> None:
+        profiler, self.profiler, step = self.profiler, None, state.global_step
+        if profiler is None:
+            return
         if torch.cuda.is_available():
             # the time and the trace must include the kernels that are still queued
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self.began
-        profiler, self.profiler = self.profiler, None
         profiler.stop()
         steps = f"{self.began_at_step}-{step}" if step > self.began_at_step else f"{step}"
         self.run.profile.mkdir(parents=True, exist_ok=True)
@@ -127,7 +126,6 @@ def operations_of(averages: Iterable) -> list[Operation]:
 
 
 def _on_device(average) -> bool:
-    """Return whether a row describes work on the device, not on the host."""
     return average.device_type.name == "CUDA"
 
 

@@ -42,16 +42,6 @@ from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream.deepspeed import leave_out_shared_memory, wait_in_every_group
 from pretraining.upstream.torch import ask_the_processor_once
 
-# A launcher sets these. A plain `python train.py` is a world of one rank.
-_SINGLE_PROCESS = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-}
-
-
 # torch's own limit for a collective is half an hour. The watch over hangs must come first: it can name the ranks.
 _SHORTEST_TIMEOUT_MINUTES = 30
 _AFTER_A_HANG_MINUTES = 10
@@ -81,8 +71,8 @@ def joined_ranks(hang_minutes: float | None) -> Iterator[None]:
     leave_ranks()
 
 
-def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
-    """Join the process group (NCCL on GPUs, gloo on CPU) and return (rank, world size).
+def join_ranks(hang_minutes: float | None = None) -> None:
+    """Join the process group: NCCL on GPUs, gloo on CPU.
 
     Call it before the model is built: `zero.Init` reads the world size when it shards parameters.
     hang_minutes: collectives wait longer than this. At the start the ranks wait this long for each other.
@@ -103,7 +93,6 @@ def join_ranks(hang_minutes: float | None = None) -> tuple[int, int]:
         deepspeed.init_distributed(
             dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout
         )
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def prepare_rank() -> str:
@@ -113,9 +102,10 @@ def prepare_rank() -> str:
     """
     launcher_is_gone()  # remembers the launcher; below, a plain process gets a launcher's variables
     if not started_by_launcher():
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))  # port 0: the system chooses a free one
-            os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(listener.getsockname()[1]))
+        # what a launcher sets: a plain `python train.py` is a world of one rank
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # port 0: the system chooses a free one
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]))
     # If these two are set, accelerate configures DeepSpeed from its own file, too late for zero.Init.
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     os.environ.pop("ACCELERATE_DEEPSPEED_CONFIG_FILE", None)
@@ -251,8 +241,7 @@ def _claim_gpu(local_rank: int) -> None:
     try:
         torch.cuda.set_device(local_rank)
     except RuntimeError as error:  # for example, the driver is older than torch's CUDA
-        reason = " ".join(str(error).split())
-        what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {reason}"
+        what = f"GPU {local_rank} cannot be used by torch {torch.__version__} (CUDA {torch.version.cuda}): {error}"
         needs = cuda_needs(torch.version.cuda)
         newer = f" to {needs['least_driver']} or newer" if needs else ""
         raise UserError(

@@ -81,6 +81,7 @@ class SpikeScore:
         """Add a value. Spikes do not change the course, until many in a row show a new level."""
         if not math.isfinite(value):
             return
+        value = math.log(max(value, TINY))
         # one healthy value ends the row of spikes
         if not is_spike:
             self.rejected.clear()
@@ -88,17 +89,16 @@ class SpikeScore:
             if len(self.values) == RECENT:
                 # to the course without the value itself; it lags behind a falling loss, which costs sensitivity but
                 # raises no false alarm
-                self.distances.append(math.log(max(value, TINY)) - median(self.values))
-            self.values.append(math.log(max(value, TINY)))
+                self.distances.append(value - median(self.values))
+            self.values.append(value)
             return
-        self.rejected.append(math.log(max(value, TINY)))
+        self.rejected.append(value)
         if len(self.rejected) >= max(FEWEST, self.window // 2):
             level, self.rejected, self._judged_by = self.rejected, [], None
             self.values.clear()
             self.values.extend(level)
 
     def _course_and_scale(self) -> tuple[float, float]:
-        """Return course and scale of the values so far."""
         # kept until a value is added: the limit of a step and the score after it must agree
         if self._judged_by is None:
             ordered = sorted(self.distances)
@@ -396,7 +396,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
                 self._leave(state, what, policies=("skip", "rollback", "stop"))
         elif is_spike and began:
             self.spikes += 1
-            self._tell("spike", state, score=score, **facts)
+            self._tell("spike", state, score=round(score, 2), **facts)
             self._leave(state, why)
         if self.plateau.shows(state.global_step, self.loss_course.expected):
             self._tell("plateau", state, **facts, since_step=self.plateau.best_step)
@@ -412,20 +412,19 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         exploded, expected = score > self.settings.score, self.norm_course.expected
         self.norm_course.add(norm, exploded)
         if exploded and not self.norm_in_spike:
-            self._tell("gradient_explosion", state, score=score, grad_norm=norm, expected=expected)
+            self._tell("gradient_explosion", state, score=round(score, 2), grad_norm=norm, expected=expected)
         self.norm_in_spike = exploded
 
     def _leave(self, state, why: str, policies: tuple[str, ...] = ("rollback", "stop")) -> None:
         if self.policy in policies:
             self.finding = Instability(state.global_step, f"step {state.global_step}: {why}")
 
-    def _tell(self, kind: str, state, score: float | None = None, **facts) -> None:
+    def _tell(self, kind: str, state, **facts) -> None:
         # on every rank: the layer norms of the next step are a collective
         self.alerted_step = state.global_step
         if state.is_world_process_zero:
-            score = {} if score is None else {"score": round(score, 2)}
             facts |= {"policy": self.policy, **self.origins(state.global_step), **ADVICE[kind]}
-            self.run.add_event(kind, step=state.global_step, **score, **facts)
+            self.run.add_event(kind, step=state.global_step, **facts)
 
     def _set_limit(self) -> None:
         """Set the highest loss that is applied from now on, rounded to fp32, in which the device compares it."""
@@ -513,15 +512,12 @@ class NonFiniteGuard:
 
     The optimizers of ZeRO and fp16 check this themselves and skip the step. A plain torch optimizer, which DeepSpeed's
     stage 0 uses too, would write such gradients into every weight. This guard removes them before it steps.
+
+    optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it. is_refused: says of a finite norm if its step is
+    left out too.
     """
 
     def __init__(self, optimizer: Any, is_refused: Callable[[float], bool] | None = None) -> None:
-        """Guard an optimizer.
-
-        Args:
-            optimizer: the Trainer's, as accelerate or DeepSpeed wrapped it.
-            is_refused: says of a finite norm if its step is left out too.
-        """
         self.optimizer, self.is_refused, self._took_away, self._norm = optimizer, is_refused, False, None
         inner = getattr(optimizer, "optimizer", optimizer)
         # `overflow`: DeepSpeed's fp16 optimizers check the gradients themselves

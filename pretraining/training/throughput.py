@@ -1,7 +1,6 @@
 """Measure throughput: how a step's time is spent, tokens per second against the device's peak, slow ranks, the GPUs.
 
-`StepClock` is always in exactly one phase, so that the phases add up. The Trainer marks them, `SpeedMeter` turns them
-into metrics, `Stragglers` compares the ranks, and `GpuReadings` asks NVML, the driver's library. `runtime.wall_time`
+`StepClock` is always in exactly one phase, which the Trainer marks, so that the phases add up. `runtime.wall_time`
 counts what is lost between the steps.
 """
 
@@ -231,7 +230,6 @@ class Stragglers:
         # gathered once: an event names the host of another rank without a collective
         self.hosts = gather_from_ranks(socket.gethostname())
         self.slow_steps = [0] * self.world_size
-        self.named: set[int] = set()
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """Return the values of every rank, [ranks, values]. A collective."""
@@ -252,16 +250,15 @@ class Stragglers:
         median = statistics.median_low(own_seconds)
         found = []
         for rank, own in enumerate(own_seconds):
-            slow = own > SLOW * median and own - median > NOTABLE * step_seconds
-            self.slow_steps[rank] = self.slow_steps[rank] + steps if slow else 0
-            if not slow:
-                # recovered: it is reported again if it becomes slow again
-                self.named.discard(rank)
-            elif self.slow_steps[rank] >= STEPS and rank not in self.named:
-                self.named.add(rank)
+            slow, before = (
+                own > SLOW * median and own - median > NOTABLE * step_seconds,
+                self.slow_steps[rank],
+            )
+            # from 0 it is reported again if it becomes slow again
+            self.slow_steps[rank] = slow_steps = before + steps if slow else 0
+            if before < STEPS <= slow_steps:
                 seconds = {"own_seconds": round(own, 6), "median_seconds": round(median, 6)}
-                steps_slow = self.slow_steps[rank]
-                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": steps_slow})
+                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": slow_steps})
         return found
 
 
@@ -306,10 +303,7 @@ HELD_BACK_BY = {
 """The same bits: why a clock under load is lower than it could be (nvml.h, nvmlClocksEventReasons)."""
 
 READINGS: dict[str, tuple[Callable[[Sequence[float]], float], Callable[[Any, Any], float]]] = {
-    "utilization": (
-        lambda shares: sum(shares) / len(shares),
-        lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
-    ),
+    "utilization": (statistics.fmean, lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
     "temperature_celsius": (
         max,
         lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),

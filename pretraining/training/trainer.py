@@ -86,11 +86,9 @@ class PretrainingTrainer(OpenTrainer):
     This class looks for a request to stop after every step and between two rounds of a validation, which then has no
     result. Once a checkpoint is saved, the process ends with 75 (runtime/exit_codes.py).
 
-    Args:
-        loss: the Trainer's `compute_loss_func`.
+    loss: the Trainer's `compute_loss_func`.
 
-    Raises:
-        UserError: transformers refuses a value of the recipe's `training`, optimizer and schedule included.
+    Raises `UserError`: transformers refuses a value of the recipe's `training`, optimizer and schedule included.
     """
 
     def __init__(
@@ -112,28 +110,26 @@ class PretrainingTrainer(OpenTrainer):
         self.stop = monitors.stop if monitors else None
         self.workers: LoaderWorkers | None = None
         with training_refusals(recipe.path):  # before anything of the run is written
+            callbacks = [
+                *(evaluator.callbacks if evaluator else ()),
+                *(monitors.callbacks(checkpoints) if monitors else ()),
+                *parts.callbacks,
+                Clipping(recipe),
+            ]
+            if recipe.optimizer.qk_clip:
+                callbacks.append(LogitClip(recipe.optimizer.qk_clip))
+            if recipe.speed.bf16_decay:
+                callbacks.append(optimizers.Bf16InDecay(recipe, self.schedule_place))
+            part, ranks = groups.sequence_part, groups.degrees.sequence
             super().__init__(
                 model=model,
                 args=arguments,
                 train_dataset=train_dataset,
                 eval_dataset=evaluator.dataset if evaluator else None,
-                data_collator=partial(
-                    collate_blocks, part=groups.sequence_part, parts=groups.degrees.sequence
-                ),
+                data_collator=partial(collate_blocks, part=part, parts=ranks),
                 compute_loss_func=monitors.loss(loss) if monitors else loss,
                 optimizer_cls_and_kwargs=optimizers.choose_optimizer(recipe),
-                callbacks=[
-                    *(evaluator.callbacks if evaluator else ()),
-                    *(monitors.callbacks(checkpoints) if monitors else ()),
-                    *parts.callbacks,
-                    Clipping(recipe),
-                    *([LogitClip(recipe.optimizer.qk_clip)] if recipe.optimizer.qk_clip else []),
-                    *(
-                        [optimizers.Bf16InDecay(recipe, self.schedule_place)]
-                        if recipe.speed.bf16_decay
-                        else []
-                    ),
-                ],
+                callbacks=callbacks,
             )
             # Let transformers refuse names and keywords now rather than when training begins.
             Trainer.get_optimizer_cls_and_kwargs(self.args)

@@ -11,6 +11,7 @@ The largest logits are kept on the layer's module: a number of the layer here wo
 
 from collections.abc import Callable
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +26,8 @@ CHUNK_BYTES = 2**28
 """Of the logits that exist at one time."""
 
 
-class Watching:
-    """Whether logits are computed: for a monitor in some steps, or in every step."""
-
-    is_on = False
-
-
-WATCH = Watching()
+WATCH = SimpleNamespace(is_on=False)
+"""Whether logits are computed: for a monitor in some steps, or in every step."""
 
 
 def is_watched() -> bool:
@@ -179,8 +175,7 @@ def clipped_units(model: PreTrainedModel) -> dict[str, ClippedUnits]:
     heads share stays, and the queries take the whole factor: so do heads of grouped queries, and the rotary part of
     latent attention.
 
-    Raises:
-        UserError: an attention layer with projections of other names.
+    Raises `UserError`: an attention layer with projections of other names.
     """
     config = model.config.get_text_config()
     heads, found = config.num_attention_heads, {}

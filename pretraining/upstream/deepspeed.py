@@ -339,9 +339,18 @@ def is_stage_1_or_2(optimizer: Any) -> bool:
     return isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer)
 
 
-def zero_partitions(zero: Any) -> Iterator[Partition]:
-    """Yield the flat tensors that a DeepSpeed optimizer steps on this rank, and what is in them; none at stage 0."""
-    if is_stage_3(zero):
+def partitions(zero: Any) -> Iterator[Partition]:
+    """Yield the flat tensors that an optimizer steps on this rank, and what is in them: without ZeRO whole parameters.
+
+    zero: DeepSpeed's, or torch's own.
+    """
+    if isinstance(zero, torch.optim.Optimizer):
+        for number, values in enumerate(zero.param_groups):
+            for each in values["params"]:
+                # its part of a split layer, or its own experts
+                whole = Slice(each, first_element(each), each, 0, each.numel())
+                yield Partition(each, number, zero, [each], [whole])
+    elif is_stage_3(zero):
         for index, parameters in enumerate(zero.fp16_groups):
             tensor, slices, offset = zero.fp32_partitioned_groups_flat[index], [], 0
             for parameter in parameters:
@@ -436,7 +445,6 @@ def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Count the elements of a whole parameter, of which `whole_shape` is the shape."""
     return prod(whole_shape(parameter))
 
 

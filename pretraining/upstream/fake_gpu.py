@@ -204,7 +204,6 @@ class Device(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _copy(self, func, args, kwargs):
-        """Copy between host and device."""
         # A copy makes the host wait, unless it is asked not to and the host's memory is pinned.
         into, source = (None, args[0]) if func is aten._to_copy.default else args[:2]
         target = kwargs.get("device") if into is None else into.device
@@ -302,8 +301,7 @@ def fake_gpu(
     place: (number of the rank in its node, ranks of the node); None puts all ranks into one node. gpu: name and bytes
     of the GPU; it computes as an H100 does. network, device: those of a test, which see what they are asked.
 
-    Raises:
-        RuntimeError: this process is in a process group already.
+    Raises `RuntimeError`: this process is in a process group already.
     """
     network, device = network or Network(), device or Device()
     run_backward = torch.autograd._engine_run_backward

@@ -134,8 +134,7 @@ class FakeRanks(dist.ProcessGroup):
     def moves(self, name: str, *args: Any) -> FakeWork:
         """Record one collective.
 
-        Raises:
-            RuntimeError: a tensor lies where the backend cannot reach it.
+        Raises `RuntimeError`: a tensor lies where the backend cannot reach it.
         """
         # Outputs and inputs come as separate arguments.
         sides = [[leaf for leaf in pytree.tree_leaves(side) if torch.is_tensor(leaf)] for side in args]
@@ -177,8 +176,7 @@ def fake_ranks(
     No group is left behind. place: (number of the rank in its node, ranks of the node); None: all ranks are in one
     node.
 
-    Raises:
-        RuntimeError: this process is in a group already.
+    Raises `RuntimeError`: this process is in a group already.
     """
     if dist.is_initialized():
         raise RuntimeError("this process is a rank of a real group: leave that one first")

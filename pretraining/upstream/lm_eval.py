@@ -9,7 +9,6 @@ from unittest import mock
 
 
 def no_task_bars() -> AbstractContextManager:
-    """Build requests without a bar in the `with` block."""
     from lm_eval.api import task  # optional: only a recipe with tasks needs it
 
     return mock.patch.object(task, "tqdm", lambda items, **_: items)

@@ -41,18 +41,8 @@ PRECISIONS = {
     "fp32": (torch.float32, False),
 }
 """Name -> (type of the weights, whether products cast their inputs to 16 bit)."""
-IN_FP32 = {
-    "softmax",
-    "log_softmax",
-    "layer_norm",
-    "pow",
-    "rsqrt",
-    "exp",
-    "softplus",
-    "cumsum",
-    "prod",
-    "norm",
-}
+_IN_FP32 = "softmax log_softmax layer_norm pow rsqrt exp softplus cumsum prod norm"
+IN_FP32 = set(_IN_FP32.split())
 """What autocast computes in fp32 on a GPU, and not on a processor."""
 OUTSIDE, LOGITS = "outside", "logits"
 
@@ -131,7 +121,6 @@ class Walk:
         return sizes, len(self.saved)
 
     def _weights_in(self, precision: str) -> list[torch.Tensor]:
-        """Put fake weights and buffers of a precision into the model."""
         if precision not in self.fakes:
             self.fakes[precision] = {}
             for _, _, tensor in self.held:
@@ -269,8 +258,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """Raise: nothing goes backward here."""
-        raise NotImplementedError
+        raise NotImplementedError  # nothing goes backward here
 
 
 class _Grouped(torch.autograd.Function):

@@ -1,45 +1,4 @@
-"""What torch keeps private, as far as a run needs it; torch 2.15.0.
-
-Schedulers and optimizers:
-
-- Rates (`set_rates`): no function sets the rates of a scheduler's current step. Only `step` writes `_last_lr` and the
-  groups' `lr`, and it goes on to the next step. Held by test_stability.py and test_optimizer_states.py;
-  may go once a scheduler has a function for it.
-- Order of hooks (`hook_first`): `register_step_pre_hook` appends, and the norm of gradients must be measured before
-  another hook clips them. Held by test_gradient_monitors.py; may go once it can put a hook first, as
-  `nn.Module.register_forward_pre_hook(prepend=True)` can.
-
-The compiler:
-
-- What inductor lacks (`missing_compiler`): `torch.utils._triton.has_triton` and `torch._inductor.config`, because torch
-  finds a missing compiler only in the first pass. Held by test_compiling.py.
-- Its processes (`compile_in_few_processes`): `torch._inductor.config.compile_threads`, up to 32 on every rank.
-- The backward pass (`compiled_both_ways`): `force_non_lazy_backward_lowering` of `torch._functorch.config`, so that it
-  fails in the first call, if it fails. Held by test_compiling.py.
-- Lengths that vary (`let_length_vary`, `fix_no_length`): `torch._dynamo.maybe_mark_dynamic` and `mark_dynamic`, which
-  torch documents in its private module alone. Otherwise each number of documents or tokens would be a graph. Held by
-  test_compiling.py and test_loss.py; may go once torch.compiler has them.
-
-Workers of a loader (`LoaderWorkers`): `DataLoader._get_iterator` makes the iterator that has them, and
-`_shutdown_workers` ends them. torch calls the latter only when the iterator is collected: neither one whose workers are
-persistent, nor one that a traceback refers to, is collected before the exit. Held by test_stopping.py; may go once a
-DataLoader can be closed.
-
-Operators whose results a selectively recomputed layer keeps (`DEAR_OPERATORS`): torch selects them by the names of its
-own operators. Held by test_planning_sizes.py; may go once torch has a policy for products and attention.
-
-Operators that DeepSpeed compiles:
-
-- `torch.utils.cpp_extension.load` (`replace_loader`), by which DeepSpeed compiles every operator, is looked up in its
-  module at each call. It is replaced by a function that keeps what is compiled.
-- Loading what is compiled already (`import_library`) and the folder of all operators (`folder_of_operators`) have
-  private functions.
-- `cpuinfo.get_cpu_info` (`ask_the_processor_once`), which DeepSpeed calls for every operator, takes a second each.
-  All of these are held by test_operators.py. They may go once torch keeps builds of several environments apart.
-
-The history of a GPU's memory (`start_memory_history`, for https://pytorch.org/memory_viz): torch documents these
-functions under private names. Their names and parameters are held by test_upstream.py; no test opens a snapshot.
-"""
+"""What torch keeps private, as far as a run needs it; torch 2.15.0. Each function says for what, and until when."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -58,22 +17,27 @@ from pretraining.upstream.toolchain import missing_for_kernels
 
 
 def rates_now(scheduler: LambdaLR) -> list[float]:
-    """Compute the rate of every parameter group at the step that the scheduler is at."""
     rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     return [base * rate(scheduler.last_epoch) for base, rate in rates]
 
 
 def set_rates(scheduler: LRScheduler, rates: Sequence[float]) -> None:
-    """Give every parameter group its rate, as if the scheduler had just computed it."""
-    # What the scheduler reports, and what the optimizer steps with: two copies of the same rates.
+    """Give every parameter group its rate, as if the scheduler had just computed it.
+
+    No function does: only `step` writes `_last_lr` and the groups' `lr`, and it goes on to the next step. Held by
+    test_stability.py and test_optimizer_states.py; may go once a scheduler has a function for it.
+    """
     scheduler._last_lr = list(rates)
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
 def hook_first(optimizer: torch.optim.Optimizer, hook: Callable, after_step: bool = False) -> RemovableHandle:
-    """Register a hook that is called before each step, or after it, before all that are registered already."""
-    # The hooks are in an ordered dict: its first entry is called first.
+    """Register a hook that is called before each step, or after it, before all that are registered already.
+
+    torch appends, and the norm of gradients must be measured before another hook clips them. Held by
+    test_gradient_monitors.py; may go once torch can put it first, as `register_forward_pre_hook(prepend=True)` can.
+    """
     if after_step:
         handle, hooks = optimizer.register_step_post_hook(hook), optimizer._optimizer_step_post_hooks
     else:
@@ -83,10 +47,15 @@ def hook_first(optimizer: torch.optim.Optimizer, hook: Callable, after_step: boo
 
 
 class LoaderWorkers:
-    """The processes that read for a loader, from now on, until `end`."""
+    """The processes that read for a loader, from now on, until `end`.
+
+    torch ends them only when their iterator is collected: neither one whose workers are persistent, nor one that a
+    traceback refers to, is collected before the exit. Held by test_stopping.py; may go once a DataLoader can be closed.
+
+    loader: a `DataLoader` that has workers and has not been read yet.
+    """
 
     def __init__(self, loader: Any) -> None:
-        """loader: a `DataLoader` that has workers and has not been read yet."""
         make, self._iterators = loader._get_iterator, []
 
         def make_and_keep() -> Any:
@@ -104,14 +73,19 @@ class LoaderWorkers:
 _DEAR = """mm addmm _scaled_mm _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu"""
 DEAR_OPERATORS = {getattr(torch.ops.aten, name).default for name in _DEAR.split()}
-"""Operators whose results are dear to compute again. Not those of eager attention: they are as large as all pairs."""
+"""Operators whose results a selectively recomputed layer keeps. Not those of eager attention, as large as all pairs.
+
+Held by test_planning_sizes.py; may go once torch has a policy for products and attention."""
 
 WORKERS = 4
 """Processes of each rank that compile kernels: a block has some twenty."""
 
 
 def missing_compiler() -> str | None:
-    """Return what inductor lacks on this machine to generate code for its device; None if nothing."""
+    """Return what inductor lacks on this machine to generate code for its device; None if nothing.
+
+    torch itself finds a missing compiler only in the first pass. Held by test_compiling.py.
+    """
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         from torch.utils._triton import has_triton
@@ -134,7 +108,10 @@ def compile_in_few_processes() -> None:
 # not traced itself, if graphs end before it
 @torch.compiler.disable
 def let_length_vary(tensor: torch.Tensor) -> None:
-    """Ask for a graph that takes any length of the first dimension; torch may still fix it."""
+    """Ask for a graph that takes any length of the first dimension, not one for each; torch may still fix it.
+
+    Held by test_compiling.py and test_loss.py; may go once torch.compiler has it in public.
+    """
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
@@ -146,7 +123,8 @@ def fix_no_length(tensor: torch.Tensor) -> None:
 def compiled_both_ways(compiled: Callable) -> Callable:
     """Call compiled code so that its backward pass is compiled in the first call too, or that call fails.
 
-    Otherwise torch 2.15 reports a failure only in the backward pass, when nothing can be done about it any more.
+    Otherwise torch reports a failure only in the backward pass, when nothing can be done about it any more. Held by
+    test_compiling.py.
     """
     from torch._functorch import config
 
@@ -159,7 +137,7 @@ def compiled_both_ways(compiled: Callable) -> Callable:
 
 
 def ask_the_processor_once() -> None:
-    """Have py-cpuinfo find the processor's features once in this process, and not for every operator."""
+    """Have py-cpuinfo find the processor's features, in a second, once in this process and not for every operator."""
     # A cached function has `cache_info`: a second call must not wrap it again.
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = cache(cpuinfo.get_cpu_info)
@@ -168,6 +146,9 @@ def ask_the_processor_once() -> None:
 def replace_loader(wrap: Callable[[Callable], Callable]) -> None:
     """Compile operators by `wrap(cpp_extension.load)` from now on; done once in a process.
 
+    DeepSpeed looks the function up at each call. Held by test_operators.py, as what follows; all may go once torch
+    keeps builds of several environments apart.
+
     wrap: sets `__wrapped__`, as `functools.wraps` does.
     """
     if not hasattr(cpp_extension.load, "__wrapped__"):
@@ -175,7 +156,6 @@ def replace_loader(wrap: Callable[[Callable], Callable]) -> None:
 
 
 def import_library(name: str, folder: Path) -> ModuleType:
-    """Load an operator that is compiled already."""
     # True: it is a module of Python, and no plain library.
     return cpp_extension._import_module_from_library(name, str(folder), True)
 
@@ -187,7 +167,10 @@ def folder_of_operators() -> Path:
 
 
 def start_memory_history(most_allocations: int) -> None:
-    """Record every allocation from now on, the last `most_allocations` of them."""
+    """Record every allocation from now on, the last `most_allocations`, for https://pytorch.org/memory_viz.
+
+    torch documents this under private names. test_upstream.py holds them; no test opens a snapshot.
+    """
     # torch's default, "all", also walks through the frames of C++ at each allocation, which slows the traced steps.
     torch.cuda.memory._record_memory_history(max_entries=most_allocations, stacks="python")
 

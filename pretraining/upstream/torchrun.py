@@ -40,8 +40,7 @@ class Meeting:
     def over(self) -> dict[str, bytes]:
         """Return {id: state} of those that are over: the command's own, and those that took its place.
 
-        Raises:
-            RuntimeError: no store answers there; the first line of the message says why.
+        Raises `RuntimeError`: no store answers there; the first line of the message says why.
         """
         place = parse_rendezvous_endpoint(self.options.rdzv_endpoint, _PORT)
         # torch asks again and again for about twice the patience, also a program that is no store

@@ -21,41 +21,8 @@ run's own Trainer fills in:
 Held by test_upstream.py, which compares the signatures, and by every test that trains. A row may go once
 transformers calls something public there.
 
-A model's classes (transformers 5.24.0, torch 2.15.0, deepspeed 0.19.8):
-
-- A class's rule for drawing weights (`draw_module`): `PreTrainedModel._init_weights`, which every class overrides.
-  transformers calls it once for a whole model, from one generator, and under ZeRO-3 in another order: initial weights
-  would depend on the stage. Held by test_model.py. May go once transformers draws alike at every stage.
-- Its mark on a parameter (`forget_drawn`): `_is_hf_initialized`. The rule skips what is marked, and under ZeRO-3
-  everything is marked before we draw. Held by test_model.py. Goes with the rule.
-- What the rule does to parameters (`RuleTrace`): torch's `TorchDispatchMode` sees each operator, and the operator's
-  schema says what it writes. Held by test_other_models.py and test_model.py. Goes with the rule.
-- Which buffers are not saved (`is_persistent`): torch's `Module._non_persistent_buffers_set`; `state_dict` would gather
-  parameters too. Held by test_upstream.py.
-- Whether ZeRO-3 has a parameter in shards (`is_partitioned`): DeepSpeed sets `ds_id`, and has no function that says it.
-  Held by test_model.py.
-- How saved names and layouts are translated when weights are loaded (`Conversion`): `core_model_loading` and
-  `conversion_mapping`, which `from_pretrained` alone uses; it would read every file whole on every rank. Held by
-  test_given_weights.py. May go once a model can be loaded slice by slice.
-- Which saved tensors a class does not load (`is_not_loaded`): `_keys_to_ignore_on_load_unexpected`. Held by
-  test_upstream.py. Goes with the translation.
-- Which attention a model has (`attention_of`): `config._attn_implementation`, which transformers fills in if the recipe
-  leaves the choice to it. Held by test_attention.py. May go once the config says it in public.
-- Which modules are the experts of a mixture, called with each token's choices (`is_experts`): `_is_expert_parallel`,
-  which `use_experts_implementation` sets and nothing else. Held by test_balance.py.
-- How a layer is recomputed (`forward_of_class`, `call_recomputed`): `_gradient_checkpointing_func`, and that its
-  class's forward pass is wrapped. Held by test_compiling.py.
-- What the routers of a compiled block say (`capture_routers`): `output_capturing_hook`, which `capture_outputs` hangs
-  on them, and torch's `Module._forward_hooks`. Held by test_compiling.py. May go once that hook can be traced for all
-  layers at once.
-- The two halves of what a module of experts computes (`grouped_product`, `activate`): `_grouped_linear`, and
-  `_apply_gate`, which the same decorator gives every class; and whether it is these (`multiplies_in_groups`):
-  `_experts_implementation`. Held by test_layouts.py.
-- Where documents begin, for the masks of a class that does not hand its positions on, as gpt_oss
-  (`mask_by_positions`): the functions of `masking_utils`, by the names under which its module has imported them.
-  Held by test_model_types.py. May go once every class hands them on.
-- Which buffers stay in fp32 (`keep_buffers`): `_keep_in_fp32_modules_strict`, which DeepSpeed reads too. Held by
-  test_balance.py.
+What follows that Trainer reads a model's classes (transformers 5.24.0, torch 2.15.0, deepspeed 0.19.8). Each function
+says why, which test holds it, and when it may go.
 """
 
 import copy
@@ -154,18 +121,22 @@ class OpenTrainer(Trainer):
 
 
 def name_logs_by(rename: Callable[[dict], dict]) -> None:
-    """Make the trackers of transformers name what they log by `rename`."""
-    # They look the function up in its module at each call.
+    # The trackers of transformers look the function up in its module at each call.
     integration_utils.rewrite_logs = rename
 
 
 def draw_module(owner: PreTrainedModel, module: nn.Module) -> None:
-    """Draw `module`'s own parameters, and with some classes its children's, by the rule of `owner`."""
+    """Draw `module`'s own parameters, and with some classes its children's, by the rule of `owner`.
+
+    transformers calls the rule once for a whole model, from one generator, and under ZeRO-3 in another order: initial
+    weights would depend on the stage. Held by test_model.py; may go once transformers draws alike at every stage, and
+    with it the next three.
+    """
     owner._init_weights(module)
 
 
 def forget_drawn(parameter: nn.Parameter) -> None:
-    """Let the rule draw a parameter that transformers has marked as drawn."""
+    """Let the rule draw a parameter that transformers has marked as drawn; under ZeRO-3 all are, before we draw."""
     # transformers asks for the value, so that False does the same as no mark.
     parameter._is_hf_initialized = False
 
@@ -178,6 +149,8 @@ class StandIn(nn.Parameter):
 
 class RuleTrace(TorchDispatchMode):
     """Note what a rule of drawing does to tensors of the meta device while the block lasts.
+
+    The schema of each operator says what it writes. Held by test_other_models.py and test_model.py.
 
     tensors: each under a key, by which the trace names it.
     """
@@ -228,23 +201,27 @@ _FILLING = {f"aten::{name}_" for name in ("normal", "uniform", "fill", "zero", "
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """Return whether a buffer of the module itself belongs to its state."""
+    """Return whether a buffer of the module itself belongs to its state; `state_dict` would gather parameters too."""
     return buffer not in module._non_persistent_buffers_set
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
+    # DeepSpeed has no function that says it; held by test_model.py
     return hasattr(parameter, "ds_id")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether this module has all experts of a layer; it is called with (tokens, choices, weights)."""
+    """Return whether this module has all experts of a layer; it is called with (tokens, choices, weights).
+
+    `use_experts_implementation` sets this, and nothing else does. Held by test_balance.py.
+    """
     return hasattr(module, "_is_expert_parallel")
 
 
 def forward_of_class(block: Any) -> Callable:
     """Return the block's forward pass without the checkpointing and the old names that transformers wraps around it.
 
-    A graph that ends inside would end in each wrapper again.
+    A graph that ends inside would end in each wrapper again. Held by test_compiling.py.
     """
     return inspect.unwrap(type(block).forward).__get__(block)
 
@@ -262,7 +239,8 @@ def call_recomputed(block: Any, function: Callable, *args: Any, **kwargs: Any) -
 def capture_routers(block: nn.Module) -> Callable:
     """Let a graph of the block note its routers' logits; return what hands them to transformers, to be called after it.
 
-    Its own hooks ask what was captured before: traced, each layer would have a graph, and the ninth none.
+    Its own hooks ask what was captured before: traced, each layer would have a graph, and the ninth none. Held by
+    test_compiling.py; may go once they can be traced for all layers at once.
     """
     routers: list[tuple[Any, Callable]] = []
     for module in block.modules():
@@ -297,7 +275,10 @@ def _noting(capture: Callable, key: str, index: int) -> Callable:
 
 
 def multiplies_in_groups(experts: Any) -> bool:
-    """Return whether experts are two grouped products with an activation between them, without biases and norms."""
+    """Return whether experts are two grouped products with an activation between them, without biases and norms.
+
+    `grouped_product` and `activate` are the two halves. Held by test_layouts.py.
+    """
     is_grouped = experts.config._experts_implementation == "grouped_mm"
     return is_grouped and not experts.has_bias and not getattr(experts, "has_post_expert_norm", False)
 
@@ -316,7 +297,10 @@ def activate(experts: Any, inner: torch.Tensor, weights: torch.Tensor) -> torch.
 
 
 def keep_buffers(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Let DeepSpeed keep buffers in fp32 whose names hold one of `names`, beside those that the class keeps."""
+    """Let DeepSpeed keep buffers in fp32 whose names hold one of `names`, beside those that the class keeps.
+
+    DeepSpeed reads transformers' own note. Held by test_balance.py.
+    """
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *names}
 
 
@@ -328,7 +312,11 @@ _MADE: set[Callable] = set()
 
 
 def mask_by_positions(model: PreTrainedModel) -> None:
-    """Let every mask of the model begin anew where its `position_ids` do, as the masks of most classes do anyway."""
+    """Let every mask of the model begin anew where its `position_ids` do, as the masks of most classes do anyway.
+
+    Some classes, as gpt_oss, do not hand their positions on to the functions of `masking_utils`, which are replaced by
+    the names under which the class's module has imported them. Held by test_model_types.py; may go once all do.
+    """
 
     def remember(module: nn.Module, inputs: tuple, keywords: dict) -> None:
         _positions[0] = keywords.get("position_ids")
@@ -357,6 +345,7 @@ def _with_positions(create: Callable) -> Callable:
 
 
 def attention_of(model: PreTrainedModel) -> str:
+    # the recipe may leave the choice to transformers, which fills this in; held by test_attention.py
     return model.config._attn_implementation
 
 
@@ -371,6 +360,9 @@ class LoadedUnder(NamedTuple):
 
 class Conversion:
     """Names and layouts in which a model's weights are saved, as transformers translates them.
+
+    `from_pretrained`, which alone does it, would read every file whole on every rank. Held by test_given_weights.py;
+    may go once a model can be loaded slice by slice, and `is_not_loaded` with it.
 
     model: on any device, the meta device too.
     """

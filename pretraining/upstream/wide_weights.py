@@ -35,7 +35,6 @@ class WideLinear(nn.Linear):
     """A linear layer that multiplies in fp32, whatever type its input has."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map [..., width] to [..., outputs] in fp32."""
         with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), self.weight, self.bias)
 
@@ -108,7 +107,6 @@ def keep_in_fp32(
 
 
 def is_wide(parameter: torch.Tensor) -> bool:
-    """Return whether `keep_in_fp32` keeps the parameter in fp32."""
     return getattr(parameter, "is_wide", False)
 
 

@@ -66,7 +66,6 @@ const smoothed = (series, strength) => {
   return { ...source, value: there.map((y, i) => (y === null ? null : (y + back[i]) / 2)) };
 };
 
-const MARK_COLORS = { bad: "bad", warn: "warn", good: "good", note: "note" };
 const shownMarks = (runs) => runs.filter((run) => !run.hidden).flatMap((run) => run.marks).filter((mark) => memory.get(`marks-${mark.level}`, true));
 
 const drawMarks = (u, marks) => {
@@ -79,7 +78,7 @@ const drawMarks = (u, marks) => {
   for (const mark of marks) {
     const x = Math.round(u.valToPos(mark[xName()], "x", true)) + 0.5;
     if (!isFinite(x)) continue;
-    ctx.strokeStyle = ctx.fillStyle = color(MARK_COLORS[mark.level]);
+    ctx.strokeStyle = ctx.fillStyle = color(mark.level);
     ctx.globalAlpha = mark.level === "bad" ? 0.75 : 0.35;
     ctx.lineWidth = ratio;
     ctx.setLineDash(mark.level === "bad" ? [] : [3 * ratio, 4 * ratio]);
