@@ -45,28 +45,22 @@ from pretraining.recipe import load_recipe
 from pretraining.runtime.exit_codes import GAVE_UP, USER_ERROR
 from pretraining.runtime.run_folder import RunFolder, results_of
 
-FORMAT = "2"
-"""Of the keys: another number makes every task run again."""
-SMALL = Resources(cpu="1", mem="4Gi")
-"""Of tasks that read and write some files."""
+FORMAT = "2"  # of the keys: another number makes every task run again
+SMALL = Resources(cpu="1", mem="4Gi")  # of tasks that read and write some files
 PREPARING = Resources(cpu="8", mem="32Gi")
 EVALUATING_SPARE_BYTES = 8 << 30
-SHOWN_EVERY_SECONDS = 60.0
-"""How often the training task looks for a newer page of the run, to show it as its deck."""
+SHOWN_EVERY_SECONDS = 60.0  # how often the training task looks for a newer page of the run, its deck
 OF_ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_ELASTIC += ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 """Variables with which Elastic makes its worker a rank. It is none: it starts the ranks of its node."""
-TIMES_LONGER = 3
-"""How much longer than planned a run may take before Flyte ends it."""
-ENDS = (USER_ERROR, GAVE_UP)
-"""Exit codes after which the same task would end in the same way."""
+TIMES_LONGER = 3  # how much longer than planned a run may take before Flyte ends it
+ENDS = (USER_ERROR, GAVE_UP)  # exit codes after which the same task would end in the same way
 
 
 class Outcome(NamedTuple):
     """What the workflow returns."""
 
-    evaluation: str
-    """JSON of `python -m pretraining.evaluation`."""
+    evaluation: str  # JSON of `python -m pretraining.evaluation`
     report: FlyteFile
 
 

@@ -31,8 +31,7 @@ from pretraining.recipe.recipe import SECTIONS
 from pretraining.recipe.section import description_of
 from pretraining.runtime.installation import WORKPLACE, as_typed
 
-REHEARSED = ("here", "elsewhere")
-"""Where the machine of a rehearsal is: among those of the run, or not."""
+REHEARSED = ("here", "elsewhere")  # where the machine of a rehearsal is: among those of the run, or not
 TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=8 train.py --recipe 30b
   deepspeed --num_gpus=2 train.py --recipe tiny --deepspeed zero3 --output_dir runs/tiny-zero3

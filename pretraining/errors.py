@@ -38,11 +38,9 @@ SILENT_SECONDS = 3
 prints must be the first."""
 
 
-USER_CODE: set[str] = set()
-"""Files and folders of extensions (`pretraining/extend.py`): what fails in them is the user's to mend."""
+USER_CODE: set[str] = set()  # files and folders of extensions, in which errors are the user's to mend
 
-_KEYS: dict[str, str] = {}
-"""{section: the recipe that was read last}, for messages of what knows the key alone."""
+_KEYS: dict[str, str] = {}  # {section: the recipe that was read last}, for messages that know the key alone
 
 
 def place_keys(sections: Iterable[str], where: str) -> None:

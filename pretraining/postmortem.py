@@ -56,15 +56,13 @@ ADVICE = {
 
 NOT_FINITE = ("stability/non_finite_steps", "stability/refused_steps")
 """Metrics: steps that were not finite, and steps that were not applied."""
-MANY_NOT_FINITE = 0.01
-"""Share of the steps."""
+MANY_NOT_FINITE = 0.01  # share of the steps
 
 
 @dataclass
 class First:
     what: str
-    where: str = ""
-    """The place in the code, or the file that says more."""
+    where: str = ""  # the place in the code, or the file that says more
     rank: int | None = None
     host: str | None = None
     time: float | None = None
@@ -78,22 +76,17 @@ class Postmortem:
     state: str
     step: int
     attempts: list[Attempt]
-    failed: Attempt | None = None
-    """The newest attempt that failed; the fields below are about it."""
+    failed: Attempt | None = None  # the newest attempt that failed; the fields below are about it
     first: First | None = None
-    then: list[str] = field(default_factory=list)
-    """What the other ranks met, and which wrote nothing."""
+    then: list[str] = field(default_factory=list)  # what the other ranks met, and which wrote nothing
     faults: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
     checkpoint: str | None = None
-    lost_steps: int | None = None
-    """Steps since the checkpoint that have to be done again."""
+    lost_steps: int | None = None  # steps since the checkpoint that have to be done again
     time_lost: str = ""
-    not_finite: str = ""
-    """How many steps had a loss or gradients that are not finite, and since when."""
+    not_finite: str = ""  # how many steps had a loss or gradients that are not finite, and since when
     dollars: float | None = None
-    dollars_lost: float | None = None
-    """Of all that was lost so far to failures."""
+    dollars_lost: float | None = None  # of all that was lost so far to failures
     advice: list[str] = field(default_factory=list)
 
 

@@ -46,19 +46,15 @@ EXAMPLES = """examples:
 A value is JSON, else a text; a list or a text with commas goes in [...] or "...". Several --over: every combination.
 exit codes: 0 all is finished or submitted, 2 a point failed, 75 stopped on request (the same command goes on)."""
 
-JOBS = "sweep.json"
-"""File of a sweep's folder: the newest table, with the ids of submitted jobs."""
-LONGEST_NAME = 120
-"""Characters of a point's folder; a longer name ends in a digest."""
+JOBS = "sweep.json"  # file of a sweep's folder: the newest table, with the ids of submitted jobs
+LONGEST_NAME = 120  # characters of a point's folder; a longer name ends in a digest
 
 
 @dataclass(frozen=True)
 class Point:
-    settings: dict[str, str]
-    """{dotted key: value as it was typed}"""
+    settings: dict[str, str]  # {dotted key: value as it was typed}
     folder: Path
-    options: dict[str, Any]
-    """Those of train.py by name, as `api.run` takes them."""
+    options: dict[str, Any]  # those of train.py by name, as `api.run` takes them
     recipe: Recipe
 
     @property

@@ -60,8 +60,7 @@ _PAUSE_SECONDS = 0.01  # between two exchanges of the ranks while training waits
 _LAST_WAIT_SECONDS = 900  # of a rank that ends with an error, for the save in flight
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
-DONE, WRITING, FAILED = 0, 1, 2
-"""How far a save is; over all ranks the largest counts."""
+DONE, WRITING, FAILED = 0, 1, 2  # how far a save is; over all ranks the largest counts
 
 Commit = Callable[[Path, dict], None]
 """Takes the folder and the marker without its files. Writes the marker, after which the checkpoint counts."""
@@ -90,10 +89,8 @@ class CheckpointWriter:
         self.background, self.on_full_disk = background, on_full_disk
         self.rank, self.ranks = rank_and_world_size()
         self.snapshot = HostSnapshot()
-        self.last: dict | None = None
-        """The newest finished save, with the values of its event."""
-        self.validation_follows = False
-        """Whether each `save` from now on is followed by `add_validation`."""
+        self.last: dict | None = None  # the newest finished save, with the values of its event
+        self.validation_follows = False  # whether each `save` from now on is followed by `add_validation`
         # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts. The main
         # thread alone exchanges them, in `save`, `poll` and `wait`; the thread of a save sends messages.
         self._group = host_group()
@@ -354,20 +351,16 @@ class RankSave:
     receipt: dict
     marker: dict
     num_bytes: int
-    began: float
-    """Seconds, from `time.perf_counter`."""
-    waited_seconds: float
-    """How long this save waited for the previous one."""
+    began: float  # seconds, from `time.perf_counter`
+    waited_seconds: float  # how long this save waited for the previous one
     blocked_seconds: float | None = None
     """How long training waited, with the wait for the previous save; None while it still waits."""
     write_seconds: float = 0.0
     done: bool = False
     failed: bool = False
-    error: tuple[str, bool] | None = None
-    """What went wrong on this rank, and whether a user can repair it."""
+    error: tuple[str, bool] | None = None  # what went wrong on this rank, and whether a user can repair it
     abandoned: threading.Event = field(default_factory=threading.Event)
-    validated: threading.Event = field(default_factory=threading.Event)
-    """Set if no validation follows, or once `metrics` has what it measured."""
+    validated: threading.Event = field(default_factory=threading.Event)  # or none follows
     metrics: dict = field(default_factory=dict)
 
     def take_validation(self) -> None:

@@ -37,10 +37,8 @@ class StageChanges(NamedTuple):
     decay: str | None = None
     """How the rate goes from its stable value to `min_lr_ratio` of it: linear, cosine or 1-sqrt; None: it stays."""
     min_lr_ratio: float = 0.0
-    settings: tuple[str, ...] = ()
-    """`section.key=value` of the recipe, as `--set` takes them."""
-    deepspeed: str | None = None
-    """Another ds_config; None: the run's own."""
+    settings: tuple[str, ...] = ()  # `section.key=value` of the recipe, as `--set` takes them
+    deepspeed: str | None = None  # another ds_config; None: the run's own
 
 
 def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:

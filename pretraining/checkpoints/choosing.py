@@ -78,10 +78,8 @@ Check = Callable[[str, dict, bytes], object]
 class Chosen(NamedTuple):
     """The checkpoint to continue from, of which every disk holds what its ranks need."""
 
-    folder: Path | None = None
-    """None begins the run."""
-    source: RemoteRun | None = None
-    """The store that holds its other files; None if no store does, or the disk holds all."""
+    folder: Path | None = None  # None begins the run
+    source: RemoteRun | None = None  # the store with its other files; None: none has any, or the disk has all
 
 
 class Candidate(NamedTuple):
@@ -89,11 +87,9 @@ class Candidate(NamedTuple):
 
     name: str
     marker: bytes
-    on_disks: bool = False
-    """Whether the disks had this marker before the start."""
+    on_disks: bool = False  # whether the disks had this marker before the start
     in_store: bool = False
-    fault: str | None = None
-    """What its marker alone shows to be wrong."""
+    fault: str | None = None  # what its marker alone shows to be wrong
 
 
 def choose_checkpoint(
@@ -160,8 +156,7 @@ class _Chooser:
     remote: RemoteRun | None
     layout: dict | None
     check: Check
-    in_parts: bool
-    """Whether a disk may hold a part of a checkpoint."""
+    in_parts: bool  # whether a disk may hold a part of a checkpoint
 
     def newest(self, below: int) -> list[Candidate]:
         """Return the newest checkpoint below a step: two candidates if disks and store hold another one each."""

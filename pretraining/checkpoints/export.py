@@ -42,8 +42,7 @@ from pretraining.runtime.metric_names import OF_AVERAGE
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.split_weights import whole_experts
 
-EXCHANGED_NUMEL = 1 << 24
-"""Elements that are copied at once where weights and their average change places."""
+EXCHANGED_NUMEL = 1 << 24  # elements that are copied at once where weights and their average change places
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:

@@ -37,10 +37,8 @@ COMMITTED, DAMAGED, OTHER_VERSION, UNCOMMITTED = "committed", "damaged", "other 
 WEIGHTS_ONLY = "weights only"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
-Files = Mapping[str, dict]
-"""{name: {"bytes", "checksum"}}, as a marker has them."""
-Progress = Callable[[int], None]
-"""Called with the number of bytes of each read."""
+Files = Mapping[str, dict]  # {name: {"bytes", "checksum"}}, as a marker has them
+Progress = Callable[[int], None]  # called with the number of bytes of each read
 
 
 def checkpoint_folders(run: RunFolder, kind: str = "checkpoint") -> list[Path]:
@@ -180,10 +178,8 @@ class Health(NamedTuple):
 
     word: str
     reason: str | None = None
-    marker: Mapping = MappingProxyType({})
-    """{} if it cannot be read."""
-    files: Files = MappingProxyType({})
-    """What the place has, or should have, of the marker's files."""
+    marker: Mapping = MappingProxyType({})  # {} if it cannot be read
+    files: Files = MappingProxyType({})  # what the place has, or should have, of the marker's files
     num_bytes: int = 0
 
 
@@ -312,8 +308,7 @@ class Retention:
 
     section: Checkpoints
     demote: Callable[[RunFolder, Path, Path], bool] | None = None
-    metric: str = "loss"
-    """The recipe's `evaluation.metric`, by which the best are ranked."""
+    metric: str = "loss"  # the recipe's `evaluation.metric`, by which the best are ranked
 
     def kept_steps(self, committed: Iterable[tuple[int, Mapping]]) -> set[int]:
         """Return the steps whose checkpoints are kept. committed: step and marker ({} if unreadable) of each."""

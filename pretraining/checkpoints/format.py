@@ -46,8 +46,7 @@ from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
 from pretraining.schema import check
 
 MARKER = "committed.json"
-GIVEN = "initial_weights"
-"""The event of a run that begins from weights that exist."""
+GIVEN = "initial_weights"  # the event of a run that begins from weights that exist
 FORMAT = 1
 THREADS = 8  # files read at once: the checksum releases the interpreter's lock while it computes
 # With the comma and the indent that json.dumps(indent=2) writes: the sealed marker is still JSON.
@@ -67,8 +66,7 @@ _OTHERS = {
     "metrics": {"type": "object", "patternProperties": {"(?s:.*)": {"type": ["number", "null"]}}},
     **{key: {"type": "object"} for key in ("data", "environment", "recipe")},
 }
-SHAPE = object_of(_FILES, _OTHERS)
-"""The same of a marker."""
+SHAPE = object_of(_FILES, _OTHERS)  # the same of a marker
 
 
 class MarkerDamage(ValueError):
@@ -247,20 +245,15 @@ def _with_checksum(body: bytes) -> bytes:
 class Start:
     """The point from which a run begins or goes on."""
 
-    checkpoint: Path | None = None
-    """None begins the run."""
+    checkpoint: Path | None = None  # None begins the run
     step: int = 0
-    tokens: int = 0
-    """Training tokens consumed until then."""
-    changes: tuple[dict, ...] = ()
-    """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
+    tokens: int = 0  # training tokens consumed until then
+    changes: tuple[dict, ...] = ()  # changed on request so far: {"step", "key", "from", "to"} each
     journal: Journal = NOTHING_HEALED
-    starts_over: bool = False
-    """`--resume never`: what an earlier run left in the folder is set aside."""
+    starts_over: bool = False  # `--resume never`: what an earlier run left in the folder is set aside
     fetch: Callable[[str], object] | None = None
     """Brings a file of the checkpoint that this node lacks from the store; None: it needs nothing of it."""
-    initial_weights: dict | None = None
-    """Source and digest of the weights that the run began with; None: it drew them."""
+    initial_weights: dict | None = None  # source and digest of given weights; None: the run drew its own
     validation: dict | None = None
     """What was measured after its step: a checkpoint that was saved before that has it in the marker alone."""
 
@@ -297,10 +290,8 @@ class Identity:
     """What every marker of one start says, at any step."""
 
     recipe: Recipe
-    manifest: dict
-    """That of the prepared data."""
-    layout: dict
-    """Ranks and ZeRO stage, among others (`RunPlan.layout`)."""
+    manifest: dict  # that of the prepared data
+    layout: dict  # ranks and ZeRO stage, among others (`RunPlan.layout`)
     environment: dict
     start: Start
 

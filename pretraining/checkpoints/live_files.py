@@ -30,17 +30,13 @@ from pretraining.schema import check
 _LIVE_SECONDS = 60.0
 LIVE_LOG_BYTES = 64 << 10
 """How much of the end of a log is sent while the run lives: a log that grows is sent anew, as stores cannot append."""
-_LAST_SECONDS = 60.0
-"""How long the end of a run waits for a store that does not take its last files."""
-_FAILING_SECONDS = 10.0
-"""How long a rank that fails waits for the store: its launcher may kill it soon."""
+_LAST_SECONDS = 60.0  # how long the end of a run waits for a store that does not take its last files
+_FAILING_SECONDS = 10.0  # how long a rank that fails waits for the store: its launcher may kill it soon
 
 LIVE_FILES = (*RUN_FILES, "plan.json", "environment.json", "mixture.json", "console.log", "report.html")
 """Files of rank 0's disk, which are sent while the run lives."""
-NODES = "nodes"
-"""Folder of the store with a folder of each node."""
-NODE_FOLDERS = ("failures", "logs", "heartbeats", "stacks")
-"""Folders of a run folder that have a file of each rank of the node."""
+NODES = "nodes"  # folder of the store with a folder of each node
+NODE_FOLDERS = ("failures", "logs", "heartbeats", "stacks")  # each has a file of each rank of the node
 
 
 @contextmanager

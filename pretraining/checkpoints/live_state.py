@@ -29,8 +29,7 @@ class Piece(NamedTuple):
     start: int
     numel: int
     offset: int
-    cut: Cut | None = None
-    """The part of the parameter in which `start` counts, if a layer is split over ranks."""
+    cut: Cut | None = None  # the part in which `start` counts, if a layer is split over ranks
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the piece's elements in the block's tensor, or in a state of its size, as a view."""
@@ -118,8 +117,7 @@ class LiveState:
         self.loss_scaler = getattr(optimizer, "loss_scaler", None) if self.is_partitioned else None
         """DeepSpeed's own (fp16), or None."""
         # Without a partition, states that have a shape of their own are the same on every rank.
-        self.owns_whole = self.is_partitioned or dist.get_rank() == 0
-        """Whether this rank saves those states."""
+        self.owns_whole = self.is_partitioned or dist.get_rank() == 0  # whether this rank saves those states
         # what this rank holds of a parameter whose layer is split over ranks; None: all of it
         self.cuts = {
             name: Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None

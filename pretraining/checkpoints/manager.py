@@ -226,11 +226,9 @@ class CheckpointManager(TrainerCallback):
 class RankShare(NamedTuple):
     """What one rank writes of a checkpoint."""
 
-    tensors: Mapping[str, torch.Tensor]
-    """By key; they may be views of live tensors, which the next step changes."""
+    tensors: Mapping[str, torch.Tensor]  # by key; perhaps views of live tensors, which the next step changes
     files: Mapping[str, bytes]
-    receipt: Mapping
-    """What else its receipt holds, as JSON."""
+    receipt: Mapping  # what else its receipt holds, as JSON
 
 
 def rank_share(trainer: OpenTrainer) -> RankShare:

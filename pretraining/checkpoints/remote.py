@@ -42,24 +42,20 @@ from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import rank_and_world_size
 
-FIRST_CONTACT_SECONDS = 60.0
-"""How long the start waits for a store: if it does not answer then, its address is probably misspelt."""
+FIRST_CONTACT_SECONDS = 60.0  # of a start, for a store: one that is silent then is probably misspelt
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
 RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
 """Files of the run folder that a start on an empty machine needs besides the checkpoint."""
 
-_BLOCK_BYTES = 32 << 20
-"""How much of a file a rank holds in memory during its upload."""
+_BLOCK_BYTES = 32 << 20  # how much of a file a rank holds in memory during its upload
 _PIECE_BYTES = 256 << 10
 _AHEAD_BYTES = 16 << 20
 _CHUNK_BYTES = 8 << 20
 _MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
 _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
-_FILES = 4
-"""Files fetched at once: while one is written to the disk, the store sends others."""
+_FILES = 4  # files fetched at once: while one is written to the disk, the store sends others
 _LOOK_SECONDS = 1.0
-_ATTEMPTS = 3
-"""If a file arrives damaged in each of them, it is damaged in the store."""
+_ATTEMPTS = 3  # if a file arrives damaged in each of them, it is damaged in the store
 
 
 class RemoteRun(Store):

@@ -61,10 +61,8 @@ from pretraining.runtime.processes import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import STARTS, RunFolder
 from pretraining.schema import check, differences, display_path, listed
 
-_MEETING = ".nodes"
-"""File of the store by which every node shows that it reads what rank 0 writes."""
-STEP_SIZES = (STEP_SIZE, RAMP)
-"""Keys that say how many tokens a step has."""
+_MEETING = ".nodes"  # file of the store by which every node shows that it reads what rank 0 writes
+STEP_SIZES = (STEP_SIZE, RAMP)  # keys that say how many tokens a step has
 
 
 def find_start(

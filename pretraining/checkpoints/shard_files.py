@@ -28,10 +28,8 @@ from pretraining.schema import check
 
 FORMAT = 1
 STATE_FILE = "state.json"
-MASTER = "master"
-"""The state that holds the fp32 weights."""
-BUFFER = "buffer"
-"""The state that holds the model's persistent buffers."""
+MASTER = "master"  # the state that holds the fp32 weights
+BUFFER = "buffer"  # the state that holds the model's persistent buffers
 
 _CHUNK_BYTES = 1 << 24
 _MAPPED_BYTES = 1 << 28  # resident pages of the mapped files stay below this
@@ -197,8 +195,7 @@ class Fragment(NamedTuple):
     numel: int
     file: str
     key: str
-    cut: Cut | None = None
-    """In which `start` counts; None: in the flattened parameter."""
+    cut: Cut | None = None  # in which `start` counts; None: in the flattened parameter
 
 
 class _Missing(UserError):
@@ -425,8 +422,7 @@ def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> t
 
 _TENSOR = object_of({"shape": {"type": "array", "items": COUNT}})
 _TENSORS = {"type": "object", "patternProperties": {"(?s:.*)": _TENSOR}}
-_STATE = object_of({"parameters": _TENSORS}, {"buffers": _TENSORS})
-"""What every reader of state.json relies on."""
+_STATE = object_of({"parameters": _TENSORS}, {"buffers": _TENSORS})  # what every reader of state.json needs
 
 
 def read_state(folder: Path) -> dict:

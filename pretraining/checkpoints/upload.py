@@ -48,8 +48,7 @@ _CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing an
 
 LIST = "published.json"
 """File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
-_SEND, _SENT = b"send", b"sent"
-"""Messages: what rank 0 finds is to be done with a checkpoint, and that a rank has done it."""
+_SEND, _SENT = b"send", b"sent"  # what rank 0 finds is to be done with a checkpoint; a rank has done it
 
 
 class _GivenUp(Exception):

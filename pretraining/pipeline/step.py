@@ -127,8 +127,7 @@ class Decision:
 
     runs: bool
     why: str
-    state: str = UP_TO_DATE
-    """Of a step that does not run."""
+    state: str = UP_TO_DATE  # of a step that does not run
 
 
 class Step(ABC):

@@ -25,10 +25,8 @@ from pretraining.runtime.run_folder import RunFolder, utc_now
 
 MOST_BYTES = 1_000_000
 """Of a log. A full one, such as console.log, becomes console.1.log, in place of the one before it."""
-LONGEST_LINE = 2000
-"""Characters of a line."""
-MOST_WAITING = 1000
-"""Lines that wait in memory for the run folder; the newest are kept."""
+LONGEST_LINE = 2000  # characters of a line
+MOST_WAITING = 1000  # lines that wait in memory for the run folder; the newest are kept
 _START = re.compile(rb"^--- \S+Z .*$", re.MULTILINE)
 
 

@@ -10,16 +10,11 @@ import time
 from pathlib import Path
 
 FINISHED = 0
-USER_ERROR = 2
-"""The user has to change something: one line on stderr says what. Starting again changes nothing."""
-STOPPED = 75
-"""Stopped on request with a committed checkpoint (EX_TEMPFAIL): start again to continue."""
-HANG = 76
-"""No step was completed within `monitors.hang_minutes`: start again to continue."""
-INTERRUPTED = 130
-"""Ctrl-C: 128 + SIGINT, as in a shell."""
-GAVE_UP = 77
-"""The run could not heal itself: look before starting again."""
+USER_ERROR = 2  # the user has to change something, as one line on stderr says: starting again changes nothing
+STOPPED = 75  # stopped on request with a committed checkpoint (EX_TEMPFAIL): start again to continue
+HANG = 76  # no step was completed within `monitors.hang_minutes`: start again to continue
+INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT, as in a shell
+GAVE_UP = 77  # the run could not heal itself: look before starting again
 
 NOT_RESTARTED = (FINISHED, USER_ERROR, STOPPED, GAVE_UP)
 

@@ -24,10 +24,8 @@ from pretraining.runtime.installation import PACKAGE
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import fits
 
-LOG = Path("/dev/kmsg")
-"""Readable for root, and for all where `kernel.dmesg_restrict` is 0; containers mostly hide it."""
-RECORD_BYTES = 8192
-"""The kernel gives one record a read, and refuses a smaller buffer."""
+LOG = Path("/dev/kmsg")  # for root, or for all if `kernel.dmesg_restrict` is 0; containers mostly hide it
+RECORD_BYTES = 8192  # the kernel gives one record a read, and refuses a smaller buffer
 MOST_FAULTS = 50
 
 BROKEN = "take the node out of the job and have the GPU checked"
@@ -75,8 +73,7 @@ _OTHERS = re.compile(
 class Fault:
     """One line of the kernel's log that may explain why a process ended."""
 
-    time: float
-    """UNIX seconds."""
+    time: float  # UNIX seconds
     text: str
     process: int | None = None
 
@@ -132,8 +129,7 @@ def failing_gpus(log: Path = LOG) -> list[tuple[str, int]]:
     return sorted({(_XID.search(fault.text)["gpu"], fault.xid) for fault in faults})
 
 
-LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000
-"""Characters; of a traceback the end is kept."""
+LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000  # characters; of a traceback the end is kept
 
 ENDED_BY_LAUNCHER = "ended by its launcher, because another rank of its machine was gone"
 # What ranks meet after another rank is gone: their launcher, gloo, NCCL, torch's store, its watchdog.
@@ -147,20 +143,15 @@ _CONSEQUENCES = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    time: float
-    """UNIX seconds, by the clock of its host."""
+    time: float  # UNIX seconds, by the clock of its host
     rank: int
     host: str
     process: int
-    error: str
-    """Class and message."""
-    where: str
-    """The innermost line of this package or an extension: file:line in function."""
+    error: str  # class and message
+    where: str  # the innermost line of this package or an extension: file:line in function
     traceback: str
-    expected: bool
-    """Whether it is an error with a remedy, of one line."""
-    faults: tuple[dict, ...] = ()
-    """What the kernel of its host had logged since the process began (`Fault`)."""
+    expected: bool  # whether it is an error with a remedy, of one line
+    faults: tuple[dict, ...] = ()  # what the kernel of its host had logged since the process began (`Fault`)
 
     @property
     def is_consequence(self) -> bool:

@@ -13,10 +13,8 @@ from types import SimpleNamespace
 
 from pretraining.outside.files import read_json_value, regular
 
-_FILE_BYTES = 512
-"""Every write has this length, so that it covers the whole write before it."""
-ENDED_STATES = "ZX"
-"""States in proc(5) of a process that has ended, while its parent has not yet asked for the exit code."""
+_FILE_BYTES = 512  # every write has this length, so that it covers the whole write before it
+ENDED_STATES = "ZX"  # in proc(5), of a process that has ended before its parent asked for the exit code
 
 
 @dataclass(frozen=True)
@@ -28,15 +26,11 @@ class HeartbeatRecord:
     process: int
     phase: str
     step: int
-    arrivals: int
-    """How many places it has reached. All ranks reach the same places in the same order."""
-    beats: int
-    """Grows as long as the process runs, even while its main thread waits."""
+    arrivals: int  # How many places it has reached. All ranks reach the same places in the same order.
+    beats: int  # grows as long as the process runs, even while its main thread waits
     machine: str = ""
-    began: int = 0
-    """When the process began, in clock ticks since the machine started. The system reuses process ids."""
-    moves: int = 0
-    """Grows as long as long work moves forward for which the other ranks may have to wait (`long_work`)."""
+    began: int = 0  # when the process began, in clock ticks since the machine started: process ids are reused
+    moves: int = 0  # grows with long work for which the other ranks may have to wait (`long_work`)
 
 
 class Heartbeat:

@@ -4,8 +4,7 @@ import gc
 import logging
 import os
 
-MOST_ROUNDED_MIB = 64
-"""MiB. Larger pinned buffers are not rounded up to a power of two, and not kept after their release."""
+MOST_ROUNDED_MIB = 64  # larger pinned buffers are not rounded up to a power of two, nor kept when released
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

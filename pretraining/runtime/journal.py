@@ -19,14 +19,10 @@ from pretraining.schema import check
 class Rollback:
     """One return to an earlier step."""
 
-    step: int
-    """The optimizer step whose loss caused it."""
-    to_step: int
-    """The optimizer step of the checkpoint that the run returned to; 0 for the beginning."""
-    samples: tuple[int, int]
-    """Positions [first, last) of the global order that are left out from then on."""
-    lr_factor: float = 1.0
-    """Multiplies the learning rate in the steps to_step + 1 ... to_step + lr_steps."""
+    step: int  # the optimizer step whose loss caused it
+    to_step: int  # the optimizer step of the checkpoint that the run returned to; 0 for the beginning
+    samples: tuple[int, int]  # positions [first, last) of the global order that are left out from then on
+    lr_factor: float = 1.0  # multiplies the learning rate in the steps to_step + 1 ... to_step + lr_steps
     lr_steps: int = 0
 
 

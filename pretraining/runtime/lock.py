@@ -25,8 +25,7 @@ from pretraining.runtime.process_group import (
     together,
 )
 
-LOOK_SECONDS = 12.0
-"""How long a rank looks for a new file on a network disk, which may show it late; other disks show it at once."""
+LOOK_SECONDS = 12.0  # for a new file on a network disk, which may show it late; others show it at once
 _PAUSE_SECONDS = 0.25
 _OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay")
 """Types of file systems that no other machine writes to."""
@@ -108,8 +107,7 @@ def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> b
 
 
 LOCK = ".lock"
-PATIENCE_SECONDS = 5.0
-"""Seconds to wait for the lock: a run that was killed a moment ago may need them to end."""
+PATIENCE_SECONDS = 5.0  # for the lock: a run that was killed a moment ago may need them to end
 
 
 @contextmanager

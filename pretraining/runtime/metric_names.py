@@ -10,14 +10,12 @@ PLACE = ("step", "time")
 _UNGROUPED_ONCE = ("tokens_per_second", "step_seconds", "data_wait_share")
 """Metrics of throughput in rows of older runs, which had no groups."""
 
-_RENAMED = {"throughput/gpu_utilization": "hardware/gpu_utilization"}
-"""Names in rows of older runs, and what they are called now."""
+_RENAMED = {"throughput/gpu_utilization": "hardware/gpu_utilization"}  # name in rows of older runs: now
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 """How the names of losses of a validation end; every other metric is a score, which is better if it is higher."""
 
-OF_AVERAGE = "average_"
-"""Before the names of what a validation measures of the average of the weights."""
+OF_AVERAGE = "average_"  # before the names of what a validation measures of the average of the weights
 
 
 def grouped(name: str) -> str:

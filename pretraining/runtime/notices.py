@@ -52,20 +52,16 @@ WORDS = {
     "end": "finished: validation loss {eval_loss:.4f}",
     "low_use": "has had {of} {value} for {steps} steps at step {step}, below {least}",
 }
-LAST = ("gave_up", "hang")
-"""Events after which a process ends without another word: the notice is waited for."""
+LAST = ("gave_up", "hang")  # events after which a process ends without another word: the notice is waited for
 
 ATTEMPTS = 3
-PAUSE_SECONDS = 1.0
-"""Before the second attempt; before the third, four times that."""
+PAUSE_SECONDS = 1.0  # before the second attempt; before the third, four times that
 WEBHOOK_SECONDS = 10.0
 COMMAND_SECONDS = 30.0
-LONGEST_END_SECONDS = 20.0
-"""What the end of a run waits for its last notices."""
+LONGEST_END_SECONDS = 20.0  # what the end of a run waits for its last notices
 MOST_WAITING = 100
 _VARIABLE = re.compile(r"\$\{?(\w+)")
-STARTED_TOGETHER_SECONDS = 2.0
-"""Ranks that fail for one reason fail within this time: one of them reports it."""
+STARTED_TOGETHER_SECONDS = 2.0  # ranks that fail for one reason fail within this time: one of them reports it
 
 
 class Failed(Exception):

@@ -32,8 +32,7 @@ else:
 
 Answer = TypeVar("Answer")
 
-_decides_alone = False
-"""Whether no other rank exists: then this rank decides what rank 0 would (`deciding_alone`)."""
+_decides_alone = False  # whether no other rank exists: then this one decides for rank 0 (`deciding_alone`)
 _store: list[dist.Store] = []
 _PAUSE_SECONDS = 0.05
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

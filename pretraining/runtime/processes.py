@@ -120,8 +120,7 @@ def _forget() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 
 
-LINES_KEPT = 20
-"""Last lines of a command, for the message if it fails."""
+LINES_KEPT = 20  # last lines of a command, for the message if it fails
 
 
 class CommandEnded(Exception):
@@ -197,10 +196,8 @@ def handlers_kept() -> Iterator[bool]:
             signal.signal(number, handler)
 
 
-RESTART = "PRETRAINING_RESTART"
-"""Variable: how many times a supervisor has started this run again."""
-STARTED = "PRETRAINING_STARTED"
-"""Variable: Unix seconds at which the supervisor began. The run's time limit counts from then."""
+RESTART = "PRETRAINING_RESTART"  # variable: how many times a supervisor has started this run again
+STARTED = "PRETRAINING_STARTED"  # variable: UNIX seconds; the time limit counts from this start of the supervisor
 _TORCHRUN_RESTART = "TORCHELASTIC_RESTART_COUNT"
 _TORCHRUNS = ("torchrun", "torch.distributed.run", "accelerate")
 

@@ -23,8 +23,7 @@ from pretraining.schema import fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
-STARTS = ("start", "resume")
-"""Events with which an attempt of a run begins."""
+STARTS = ("start", "resume")  # events with which an attempt of a run begins
 PACKAGES = ["torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow"]
 PACKAGES += ["pretraining-recipes"] if IS_WHEEL else []  # a checkout has a commit
 
@@ -59,15 +58,11 @@ class RunFolder:
         self.wandb_id = self.path / "wandb_id"
         self.node_events = self.path / "node_events.jsonl"
         self.node = self.path / "node.json"
-        self.disks = ONE_DISK
-        """Which ranks see this folder; known once the run is locked."""
-        self.listeners: list[Callable[[dict], None]] = []
-        """Called with each row of events.jsonl that this process writes."""
-        self.has_begun = False
-        """Whether the run of this process has begun to write here."""
+        self.disks = ONE_DISK  # which ranks see this folder; known once the run is locked
+        self.listeners: list[Callable[[dict], None]] = []  # get each row of our events.jsonl
+        self.has_begun = False  # whether the run of this process has begun to write here
         self.at_beginning: list[Callable[[], None]] = []
-        self.at_failure: list[Callable[[], None]] = []
-        """Called once it is written how this rank failed."""
+        self.at_failure: list[Callable[[], None]] = []  # called once it is written how this rank failed
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"

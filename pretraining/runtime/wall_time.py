@@ -65,17 +65,14 @@ class Attempt:
     """A run between one start and the next, in UNIX seconds."""
 
     began: float
-    ended: float
-    """Its end, or its last sign of life, if it was not given the time to say more."""
+    ended: float  # its end, or its last sign of life, if it was not given the time to say more
     ranks: int
     from_step: int
-    to_step: int
-    """The newest that it is known to have reached."""
+    to_step: int  # the newest that it is known to have reached
     end: str
     """finished, stopped, rollback, hang, "gave up", crash, running, silent, or met anew (torchrun takes in a node)."""
     why: str = ""
-    held_until: float = 0.0
-    """When its GPUs were free: at its end or a stop on request; else when the next attempt began."""
+    held_until: float = 0.0  # when its GPUs were free: at its end or a stop; else at the next start
 
     @property
     def seconds(self) -> float:
@@ -141,14 +138,10 @@ class WallTime:
     """How the wall time of a run was spent: each second in a step that counts, or lost to one cause."""
 
     seconds: float
-    rank_seconds: float
-    """The same, times the ranks: a GPU is paid for while its run starts again too."""
-    counted: float
-    """Seconds of the steps that count, without those in which they waited."""
-    lost: dict[str, float]
-    """{cause: seconds}, of CAUSES."""
-    stopped: float
-    """Seconds between an end or a stop on request and the next start, which are in no other field."""
+    rank_seconds: float  # the same, times the ranks: a GPU is paid for while its run starts again too
+    counted: float  # seconds of the steps that count, without those in which they waited
+    lost: dict[str, float]  # {cause: seconds}, of CAUSES
+    stopped: float  # between an end or a stop on request and the next start; in no other field
 
     @classmethod
     def of(cls, events: list[dict], rows: Iterable[Row], until: float, validated: float = 0.0) -> "WallTime":
@@ -212,8 +205,7 @@ class Price:
     """What a GPU costs."""
 
     dollars_per_gpu_hour: float
-    source: str
-    """Who says so: the recipe, or a provider of the price table with the date."""
+    source: str  # who says so: the recipe, or a provider of the price table with the date
 
     def dollars(self, rank_seconds: float) -> float:
         return rank_seconds / 3600 * self.dollars_per_gpu_hour

@@ -31,8 +31,7 @@ from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, SUPERVISOR, U
 from pretraining.runtime.installation import WORKPLACE
 
 READY, NO_CODE = "ready", "none"
-SECONDS_TO_LEAVE = 60.0
-"""Time that ranks have to save after their launcher is gone."""
+SECONDS_TO_LEAVE = 60.0  # time that ranks have to save after their launcher is gone
 
 
 def started_here(folder: Path) -> list[int]:
@@ -79,18 +78,15 @@ def told_code(folder: Path) -> int | None:
 
 SSH_OPTIONS = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ConnectTimeout=10"
 """A host that sends nothing for a minute is gone; ssh itself would wait for hours."""
-SECONDS_AFTER_A_LOSS = 10.0
-"""Ranks of the other hosts wait for the lost one in vain: there is nothing that they could save."""
+SECONDS_AFTER_A_LOSS = 10.0  # ranks that wait for a lost host have nothing that they could save
 SSH_VARIABLE = "PDSH_SSH_ARGS_APPEND"
-VARIABLES_FILE = "DS_ENV_FILE"
-"""Variable: names the file of variables that DeepSpeed sets on each host; .deepspeed_env by default."""
+VARIABLES_FILE = "DS_ENV_FILE"  # names the file of variables that DeepSpeed sets on each host
 
 VALUES = """hostfile include exclude num_nodes num_gpus master_port master_addr node_rank launcher
     launcher_args enable_each_rank_log autotuning bind_core_list ssh_port venv_script log_level"""
 SWITCHES = "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank quiet"
 """Options of the `deepspeed` command, with and without a value (0.19.8)."""
-ORDER = (USER_ERROR, GAVE_UP, STOPPED, HANG)
-"""Codes other than that of a finished run, and which counts if hosts differ."""
+ORDER = (USER_ERROR, GAVE_UP, STOPPED, HANG)  # which counts if hosts differ, and one has not finished
 
 
 @dataclass
@@ -175,8 +171,7 @@ class Hosts:
     folder: Path
     agents: dict[str, subprocess.Popen] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    codes: dict[str, int] = field(default_factory=dict)
-    """{host: the exit code that one of its ranks told}, after `end`."""
+    codes: dict[str, int] = field(default_factory=dict)  # {host: the code that a rank told}, after `end`
 
     def __post_init__(self) -> None:
         # read once: the file may be edited while the run goes on
