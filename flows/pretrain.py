@@ -148,11 +148,7 @@ def plan(request: str) -> str:
     asked, context = json.loads(request), FlyteContextManager.current_context()
     if asked["nodes"] > 1 and context.execution_state.is_local_execution():
         raise UserError("nodes: this machine is one; add --remote behind `pyflyte run`, or leave --nodes out")
-    facts = {
-        "needs": needed(pipeline, asked),
-        "keys": keys_of(pipeline),
-        "facts": Plan(pipeline).run(),
-    }
+    facts = {"needs": needed(pipeline, asked), "keys": keys_of(pipeline), "facts": Plan(pipeline).run()}
     Deck("plan", f"<pre>{html.escape(json.dumps(facts, indent=2))}</pre>")
     return json.dumps(facts)
 
@@ -204,9 +200,13 @@ def train(request: str, data: FlyteDirectory, key: str) -> FlyteDirectory:
                 words = [*(before if name == "doctor" else []), *words, f"--rdzv_id={name}"]
                 pipeline.options.launcher = " ".join(words)
             do(pipeline, name)
-    return kept(
-        request, without_checkpoints(pipeline.run.path) if not is_shared(request) else pipeline.run.path
-    )
+    if not is_shared(request):
+        # the result of a finished run is the export, and what was logged
+        aside = pipeline.run.path.with_name(f"{pipeline.run.path.name}.checkpoints")
+        aside.mkdir(exist_ok=True)
+        for folder in (*pipeline.run.path.glob("checkpoint-*"), *pipeline.run.path.glob("weights-*")):
+            folder.rename(aside / folder.name)
+    return kept(request, pipeline.run.path)
 
 
 @task(requests=SMALL, cache=cached("data", "run"), retries=3)
@@ -307,19 +307,7 @@ def pretrain(
         publish: model repository, address or folder for the export
         restarts: how often a crash or hang is started again on its node
     """
-    request = ask(
-        recipe=recipe,
-        settings=settings,
-        deepspeed=deepspeed,
-        world_size=world_size,
-        nodes=nodes,
-        gpu=gpu,
-        launcher=launcher,
-        folder=folder,
-        store=store,
-        publish=publish,
-        restarts=restarts,
-    )
+    request = ask(**locals())
     return steps(request=request, planned=plan(request=request))
 
 
@@ -371,17 +359,5 @@ def is_shared(request: str) -> bool:
 
 def kept(request: str, folder: Path) -> FlyteDirectory:
     """Return a folder as a task's result, copied to Flyte's store unless all tasks see it."""
-    return (
-        FlyteDirectory(str(folder), remote_directory=False)
-        if is_shared(request)
-        else FlyteDirectory(str(folder))
-    )
-
-
-def without_checkpoints(run: Path) -> Path:
-    """Move the checkpoints of a finished run aside: its result is the export, and what was logged."""
-    aside = run.with_name(f"{run.name}.checkpoints")
-    aside.mkdir(exist_ok=True)
-    for folder in (*run.glob("checkpoint-*"), *run.glob("weights-*")):
-        folder.rename(aside / folder.name)
-    return run
+    options = {"remote_directory": False} if is_shared(request) else {}
+    return FlyteDirectory(str(folder), **options)

@@ -90,8 +90,7 @@ class List:
         Column("ranks", "ranks"),
         # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
         Column(
-            "stage",
-            lambda each: "none" if each["ranks"] and each["zero_stage"] is None else each["zero_stage"],
+            "stage", lambda row: "none" if row["ranks"] and row["zero_stage"] is None else row["zero_stage"]
         ),
         Column("loss", "loss", ".4f"),
         Column("validation", "eval_loss", ".4f"),

@@ -22,7 +22,6 @@ from pretraining.checkpoints.format import (
     MarkerDamage,
     file_entry,
     marker_or_nothing,
-    no_progress,
     parse_marker,
     read_marker,
 )
@@ -38,7 +37,7 @@ WEIGHTS_ONLY = "weights only"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 Files = Mapping[str, dict]  # {name: {"bytes", "checksum"}}, as a marker has them
-Progress = Callable[[int], None]  # called with the number of bytes of each read
+Progress = Callable[[int], object]  # called with the number of bytes of each read
 
 
 def checkpoint_folders(run: RunFolder, kind: str = "checkpoint") -> list[Path]:
@@ -131,7 +130,7 @@ class Place(Protocol):
     def where(self, name: str, /) -> str: ...
     def marker(self, name: str, /) -> bytes | None: ...
     def sizes(self, name: str, /) -> dict[str, int] | None: ...
-    def verdicts(self, name: str, files: Files, progress: Progress = ...) -> dict[str, str | None]: ...
+    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]: ...
 
 
 class DiskPlace:
@@ -154,7 +153,7 @@ class DiskPlace:
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
-    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
+    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
         folder = self.path / name
 
         def verdict(file: str) -> str | None:
@@ -237,7 +236,7 @@ def damage(folder: Path) -> str | None:
 
 def changed_files(folder: Path, files: Files) -> dict[str, str]:
     """Return {name: what is wrong} of the files that do not hold the bytes that were committed."""
-    verdicts = DiskPlace(folder.parent).verdicts(folder.name, files)
+    verdicts = DiskPlace(folder.parent).verdicts(folder.name, files, lambda num_bytes: None)
     return {name: reason for name, reason in verdicts.items() if reason}
 
 

@@ -73,11 +73,7 @@ class MarkerDamage(ValueError):
     """A marker that does not say what was committed: it cannot be read, was edited, or is of another step."""
 
 
-def no_progress(num_bytes: int) -> None:
-    pass
-
-
-def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dict:
+def file_entry(path: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> dict:
     """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now.
 
     progress: called with the number of bytes of each read.

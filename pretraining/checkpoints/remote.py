@@ -30,7 +30,6 @@ from pretraining.checkpoints.format import (
     MarkerDamage,
     digest_entry,
     file_entry,
-    no_progress,
     parse_marker,
     read_marker,
 )
@@ -224,7 +223,7 @@ class RemoteRun(Store):
     def marker(self, name: str) -> bytes | None:
         return self.read_if_there(f"{name}/{MARKER}")
 
-    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
+    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
         """Compare every byte of these files with what was committed, as `Place` says; nothing that is read is kept."""
         sizes = self.sizes(name) or {}
 

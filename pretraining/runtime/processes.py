@@ -197,7 +197,9 @@ def handlers_kept() -> Iterator[bool]:
 
 
 RESTART = "PRETRAINING_RESTART"  # variable: how many times a supervisor has started this run again
-STARTED = "PRETRAINING_STARTED"  # variable: UNIX seconds; the time limit counts from this start of the supervisor
+STARTED = (
+    "PRETRAINING_STARTED"  # variable: UNIX seconds; the time limit counts from this start of the supervisor
+)
 _TORCHRUN_RESTART = "TORCHELASTIC_RESTART_COUNT"
 _TORCHRUNS = ("torchrun", "torch.distributed.run", "accelerate")
 

@@ -155,20 +155,12 @@ class Supervisor:
         return command
 
     def _run_launcher(self, command: list[str], variables: dict[str, str]) -> int:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
+        options: dict = {"start_new_session": True, **({} if self._read is None else pipes)}
+        options["env"] = {MEET_ANEW: "1", **os.environ, **variables, **self._variables}
         try:
-            pipes: dict = {
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.STDOUT,
-                "text": True,
-                "errors": "replace",
-            }
-            # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
-            launcher = subprocess.Popen(
-                command,
-                env={MEET_ANEW: "1", **os.environ, **variables, **self._variables},
-                start_new_session=True,
-                **({} if self._read is None else pipes),
-            )
+            launcher = subprocess.Popen(command, **options)
         except OSError as error:
             raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from error
         watch = None if self._hosts is None else self._hosts.watch(launcher, _say)
