@@ -66,10 +66,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:
-    """Add `--recipe`, `--set`, `--limit_tokens` and `--data_dir`.
-
-    remote_data: whether `--data_dir` may also be an address; its cache then has options too.
-    """
+    """Add `--recipe`, `--set`, `--limit_tokens`, `--data_dir`. remote_data: that may be an address, with a cache."""
     add = parser.add_argument
     add("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
     what = "change one value of the recipe (repeatable); docs/recipe_keys.md lists all keys"
@@ -194,10 +191,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
 
 
 def started_by_launcher() -> bool:
-    """Return whether a launcher started this process as one of its ranks.
-
-    `UserError` if only some of the variables that launchers set are there, or their values are no ranks.
-    """
+    """Return whether a launcher started this process; `UserError` if its variables are incomplete or no ranks."""
     if "WORLD_SIZE" not in os.environ:
         return False
     others = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

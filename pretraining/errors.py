@@ -179,10 +179,7 @@ def nearest(word: str, candidates: Iterable[str], most: int = 1) -> str:
 
 
 def abbreviated(word: str, names: Iterable[str]) -> list[str]:
-    """Find the names that `word` is short for.
-
-    `lr` and `learn_rate` are short for learning_rate, `batch_size` for per_device_train_batch_size.
-    """
+    """Find the names that `word` is short for, as `lr` and `learn_rate` for learning_rate."""
     parts, names = re.findall(r"[a-z0-9]+", word.lower()), list(names)
     initials = {name: "".join(re.findall(r"(?:^|_)(\w)", name)) for name in names if "_" in name}
     by_initials = [name for name, first in initials.items() if first == word.lower()]

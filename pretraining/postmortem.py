@@ -104,10 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def look_back(folder: Path) -> Postmortem:
-    """Read a run folder.
-
-    Raises `UserError` if there is no such folder, or no run has written to it.
-    """
+    """Read a run folder; `UserError` if there is none, or no run has written to it."""
     record = RunRecord(folder)
     standing = record.standing()
     starts = attempts_of(record, standing.state)

@@ -188,10 +188,7 @@ def train_all(
 
 
 def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: dict[str, str]) -> None:
-    """Submit a job for every point that is neither finished nor queued; the ids go into `jobs` by folder name.
-
-    Raises `UserError` if sbatch is not there, or refuses.
-    """
+    """Submit a job for each point neither finished nor queued; ids go into `jobs`. `UserError` if sbatch cannot."""
     for point in points:
         name = point.folder.name
         if point.is_finished or _is_queued(jobs.get(name)):

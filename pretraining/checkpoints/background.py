@@ -151,10 +151,8 @@ class CheckpointWriter:
         return True
 
     def wait_for_marker(self) -> None:
-        """Wait, without the other ranks, until the save in flight counts or has failed: this rank is about to die.
-
-        No longer than _LAST_WAIT_SECONDS: another rank may have died with its part unwritten.
-        """
+        """Wait, without the other ranks, until the save in flight counts or has failed: this rank is about to die."""
+        # no longer: another rank may have died with its part unwritten
         save, until = self._flight, time.monotonic() + _LAST_WAIT_SECONDS
         while save is not None and not save.failed and time.monotonic() < until:
             if (save.folder / MARKER).exists():
@@ -434,10 +432,7 @@ def pauses(abandoned: threading.Event) -> Iterator[None]:
 
 
 class HostSnapshot:
-    """Host memory for one rank's tensors of one save; it is pinned if they come from a GPU.
-
-    num_bytes: the size of the memory now; 0 before the first save.
-    """
+    """Host memory for one rank's tensors of one save, pinned if they come from a GPU; none before the first save."""
 
     def __init__(self):
         self._memory: torch.Tensor | None = None

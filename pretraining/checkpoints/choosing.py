@@ -390,10 +390,7 @@ class _Chooser:
         return {name for name in files if not faults[name]}, next(filter(None, faults.values()), None)
 
     def changed(self, folder: Path, files: Files) -> dict[int, dict[str, str]]:
-        """Return {first rank of a disk: {file: what is wrong with its bytes}}; the ranks of a disk share the reading.
-
-        files: those that are compared on this rank's disk.
-        """
+        """Return {first rank of a disk: {file: what is wrong}}, read in shares. files: those compared on this disk."""
         # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
         with long_work():
             found = gather_from_ranks(changed_files(folder, share_of(files, *self.run.disks.place)))

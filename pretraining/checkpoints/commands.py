@@ -73,10 +73,7 @@ def chosen_in_store(address: str, step: int | None) -> tuple[RemoteRun, list[str
 
 
 def whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
-    """Return the newest of the chosen checkpoints, with every byte verified.
-
-    option: the name of the option with which a user chooses another one, for the message.
-    """
+    """Return the newest chosen checkpoint, with every byte verified. option: what chooses another, for the message."""
     checkpoint = chosen_checkpoints(folder, step)[0]
     if reason := damage(checkpoint):
         raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with {option}")

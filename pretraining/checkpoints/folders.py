@@ -41,10 +41,7 @@ Progress = Callable[[int], object]  # called with the number of bytes of each re
 
 
 def checkpoint_folders(run: RunFolder, kind: str = "checkpoint") -> list[Path]:
-    """Return every `checkpoint-<step>`, committed or not, newest step first.
-
-    kind: "weights" for every `weights-<step>`, which retention left of a checkpoint.
-    """
+    """Return every `checkpoint-<step>`, committed or not, newest step first; kind "weights": every `weights-<step>`."""
     # Leaves out `weights-8.partial`, and a copy that a user named `checkpoint-8-good`.
     found = (path for path in run.path.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
     return sorted(found, key=step_in_name, reverse=True)
@@ -222,10 +219,7 @@ def step_fault(name: str, marker: dict) -> str | None:
 
 
 def damage(folder: Path) -> str | None:
-    """Return what is wrong with a committed checkpoint (a missing, cut or changed file); None if it is whole.
-
-    Compares every byte with the marker. Raises `UserError` if another version of this repository wrote it.
-    """
+    """Compare every byte of a checkpoint; returns what is wrong, or None. `UserError` if another version wrote it."""
     found = health(DiskPlace(folder.parent), folder.name, of_run=False)
     if found.word == OTHER_VERSION:
         raise UserError(found.reason)
@@ -253,10 +247,7 @@ def share_of(files: Files, rank: int, ranks: int) -> Files:
 
 
 def catalogue(run: RunFolder) -> list[dict]:
-    """List every checkpoint of a run as `entry_of` describes it, newest step first.
-
-    Besides the words of health there are two more states: weights only, set aside.
-    """
+    """List every checkpoint of a run by `entry_of`, newest step first; two more states: weights only, set aside."""
     place, is_part = DiskPlace(run.path), run.holds_parts()
 
     def entry(folder: Path, state: str | None = None) -> dict:

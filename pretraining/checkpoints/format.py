@@ -74,10 +74,7 @@ class MarkerDamage(ValueError):
 
 
 def file_entry(path: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> dict:
-    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now.
-
-    progress: called with the number of bytes of each read.
-    """
+    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now. progress: gets the bytes of each read."""
     digest, num_bytes = xxhash.xxh128(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     # unbuffered: Python would copy each byte once more
@@ -155,10 +152,7 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
 
 
 def write_marker(folder: Path, content: dict) -> None:
-    """Commit: once this returns, `folder` is a checkpoint, even if the power fails afterwards.
-
-    content: plain JSON values; `format` and the marker's own checksum are added.
-    """
+    """Commit: once this returns, `folder` is a checkpoint, even if the power fails. content: plain JSON values."""
     text = json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False)
     place_marker(folder, _with_checksum(text.removesuffix("\n}").encode()))
 

@@ -38,16 +38,13 @@ class Piece(NamedTuple):
 
 @dataclass
 class Block:
-    """A tensor that the optimizer steps.
-
-    group: index of the optimizer's parameter group. parameters: names of all parameters that step with this block,
-    even if no piece of them is on this rank, because the scalars of the block are theirs too.
-    """
+    """A tensor that the optimizer steps."""
 
     tensor: torch.Tensor
-    group: int
+    group: int  # index of the optimizer's parameter group
     optimizer: torch.optim.Optimizer
     pieces: list[Piece]
+    # all that step with this block, even without a piece on this rank: the block's scalars are theirs too
     parameters: list[str]
 
     @property
@@ -189,10 +186,7 @@ class PartitionedOptimizer(LiveState):
 
 
 class PartitionedParameters(PartitionedOptimizer):
-    """ZeRO-3: each rank has an equal part of every parameter, the last with padding.
-
-    The parts are in sub-groups, which may be on NVMe.
-    """
+    """ZeRO-3: each rank has an equal part, perhaps padded, of every parameter, in sub-groups that may be on NVMe."""
 
     def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
         start, own = deepspeed.own_partition(self.frozen[name])

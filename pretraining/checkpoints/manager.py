@@ -90,10 +90,7 @@ class CheckpointManager(TrainerCallback):
         self._last_logged: dict | None = None
 
     def save(self, trainer: Trainer, validation_follows: bool = False) -> None:
-        """Begin to save the Trainer's state of this step; returns once it is copied and may change.
-
-        validation_follows: `add_validation` is called once this step is validated.
-        """
+        """Begin to save this step; returns once its state is copied. validation_follows: so does `add_validation`."""
         step = trainer.state.global_step
         # After the validation the Trainer asks for the same save again, and when it leaves its loop once more.
         if self._last_saved == step:

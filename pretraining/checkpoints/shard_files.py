@@ -445,10 +445,7 @@ def read_state(folder: Path) -> dict:
 
 
 def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
-    """Return the ranks' files in their order; `UserError` if they are not all of one save.
-
-    incomplete: some of them need not be there.
-    """
+    """Return the ranks' files in order; `UserError` if they are not one save's. incomplete: some may be missing."""
     # Every name says how many files there must be: a file of another save, or a missing one, shows.
     found = sorted(match[0] for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
     expected = int(_RANK_FILE.fullmatch(found[0])[2]) if found else 1
@@ -460,10 +457,7 @@ def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
 
 
 def mean_running_loss(folder: Path, savers: Iterable[int], ranks: int) -> dict | None:
-    """Return the mean over savers of the losses since the last logged step, and these steps; None if none has any.
-
-    savers: of the `ranks` that saved, those that are asked.
-    """
+    """Return the mean over `savers` of the losses since the last logged step, and these steps; None if none has any."""
     receipts = [read_receipt(folder, rank, ranks) for rank in savers]
     saved = [receipt["running_loss"] for receipt in receipts if "running_loss" in receipt]
     if not saved:

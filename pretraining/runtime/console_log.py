@@ -32,10 +32,7 @@ _START = re.compile(rb"^--- \S+Z .*$", re.MULTILINE)
 
 @contextmanager
 def kept_console(run: RunFolder) -> Iterator[None]:
-    """Copy what the block prints to this rank's log, and the error that ends it.
-
-    Nothing is written before the run begins: a refused run leaves its folder as it was.
-    """
+    """Copy what the block prints, and the error that ends it, to this rank's log; nothing of a run that is refused."""
     log, screen = ConsoleLog(run, int(os.environ.get("RANK", "0"))), (sys.stdout, sys.stderr)
     run.at_beginning.append(log.begin)
     copies = [Copied(stream, log) for stream in screen]

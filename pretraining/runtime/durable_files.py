@@ -128,10 +128,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @contextmanager
 def one_line_disk_errors(folder: Path) -> Iterator[None]:
-    """Raise a `UserError` in place of what the libraries raise if `folder` cannot be written.
-
-    The next start removes the incomplete checkpoints that a full disk has left.
-    """
+    """Raise a `UserError` in place of what the libraries raise if `folder` cannot be written."""
     try:
         yield
     except UserError:

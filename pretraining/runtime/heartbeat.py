@@ -34,10 +34,7 @@ class HeartbeatRecord:
 
 
 class Heartbeat:
-    """Write this rank's heartbeat.
-
-    The main thread calls `arrive`. Another thread calls `beat`, and goes on as long as the process runs.
-    """
+    """Write this rank's heartbeat. The main thread calls `arrive`; another calls `beat` as long as the process runs."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = heartbeat_path(folder, rank)
@@ -154,10 +151,7 @@ def is_gone(place: HeartbeatRecord) -> bool:
 
 
 def this_machine() -> str:
-    """Name the place within which process ids are unique; empty if the system hides it.
-
-    The name consists of the host, its last boot, and the container.
-    """
+    """Name the place in which process ids are unique, by host, last boot and container; empty if that is hidden."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {Path('/proc/self/ns/pid').readlink()}"

@@ -38,10 +38,7 @@ def container_memory_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Return the memory that machine and container still have free; None if the system does not report it.
-
-    The kernel's cache of files counts as free.
-    """
+    """Return the free memory of machine and container, with the kernel's cache of files; None if it is not reported."""
     left = [limit - taken for limit, taken in _memory_limits()]
     return min([*filter(None, [kernel_bytes("MemAvailable")]), *left], default=None)
 
@@ -81,10 +78,7 @@ def unwritable(folder: Path) -> str:
 
 
 def disk_room_bytes(run_folder: Path, continues: bool) -> int:
-    """Return the free bytes on the disk that has, or will have, the run folder.
-
-    continues: the existing checkpoints will be replaced by new ones, so they count as free.
-    """
+    """Return the free bytes on the run folder's disk. continues: old checkpoints, to be replaced, count as free."""
     room = shutil.disk_usage(existing_folder(run_folder)).free
     if continues:
         files = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()]

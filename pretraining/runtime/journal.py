@@ -84,10 +84,7 @@ class Journal:
         return sample
 
     def overtakes(self, step: int, known_rollbacks: int) -> bool:
-        """Return whether a later rollback has discarded the checkpoint after `step` steps.
-
-        known_rollbacks: how many rows the journal had when the checkpoint was committed.
-        """
+        """Return whether a rollback has discarded the checkpoint after `step`, which knew of so many rollbacks."""
         return any(step > row.to_step for row in self.rollbacks[known_rollbacks:])
 
 

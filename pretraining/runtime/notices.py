@@ -186,10 +186,7 @@ def notice_of(name: str, run: RunFolder, row: dict) -> dict:
 
 
 def run_command(command: str, notice: dict) -> None:
-    """Run a shell command with the notice as JSON on its standard input, and its main parts as variables.
-
-    Raises `Failed`: it ended with another code than 0, or did not end in time.
-    """
+    """Run a shell command; it gets the notice as JSON on stdin, its main parts as variables. Raises `Failed`."""
     variables = {f"PRETRAINING_{key.upper()}": notice[key] for key in ("event", "run", "folder", "message")}
     process = subprocess.Popen(
         command,

@@ -123,14 +123,10 @@ def together(act: Callable[[], Answer]) -> Answer:
 
 @dataclass(frozen=True)
 class Disks:
-    """The run folders of a run, each on a disk that some ranks share.
+    """The run folders of a run, each on a disk that some ranks share."""
 
-    first_ranks: for each rank, the lowest rank that sees the same run folder; empty as long as nobody has looked.
-    first_rank: that of this rank.
-    """
-
-    first_ranks: tuple[int, ...] = ()
-    first_rank: int = 0
+    first_ranks: tuple[int, ...] = ()  # of each rank, the lowest with the same folder; empty: nobody looked
+    first_rank: int = 0  # that of this rank
 
     @property
     def shared(self) -> bool:
@@ -244,10 +240,7 @@ def own_group(ranks: Iterable[int]) -> dist.ProcessGroup | None:
 
 
 def largest_over_ranks(value: int) -> int:
-    """Return the largest `value` of all ranks, whose main threads all call this at the same place.
-
-    It costs the latency of the slowest link.
-    """
+    """Return the largest `value` of all ranks, whose main threads all come here; takes the slowest link's latency."""
     import torch
 
     if not dist.is_initialized() or dist.get_world_size() == 1:

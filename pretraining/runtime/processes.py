@@ -205,10 +205,7 @@ _TORCHRUNS = ("torchrun", "torch.distributed.run", "accelerate")
 
 
 def launch_details() -> dict:
-    """Return the details for the event of a start: {"launch": the same in all restarts, "restart": their number}.
-
-    Empty if nothing restarts the run.
-    """
+    """Return {"launch": the same in all restarts, "restart": their number}; empty if nothing restarts the run."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor:
         # without the host: after the loss of one, rank 0 may be on another

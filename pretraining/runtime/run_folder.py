@@ -91,10 +91,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Find which ranks see this folder, and keep other runs out, by a lock on each disk.
-
-        Raises `UserError`: another process holds it. Every rank raises it, and nothing is written.
-        """
+        """Find which ranks see this folder, and lock each disk; every rank raises `UserError` if another run has it."""
         locks: list[TextIO] = []  # one on the first rank of each disk, none on the others
         disks = find_disks(self.path)
         try:
@@ -144,10 +141,7 @@ class RunFolder:
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:
-        """Append one row to events.jsonl: what happened, when (UTC), and its details.
-
-        On a disk that rank 0 does not see, to node_events.jsonl: what happened on this node.
-        """
+        """Append a row (what, when in UTC, details) to events.jsonl; node_events.jsonl on a disk without rank 0."""
         row = {"time": utc_now(), "event": kind, **masked_in(details)}
         append_row(self.events if self.disks.has_rank_0 else self.node_events, row)
         # what happens to the run is reported by the disk of rank 0
@@ -221,10 +215,7 @@ class StepTotals(NamedTuple):
 
     @classmethod
     def of(cls, logged: Iterable[tuple[float, float, float]], first_step: float = 0) -> "StepTotals":
-        """Add up rows of (step, seconds of a step, tokens per second). Each holds the means since the row before.
-
-        first_step: the step after which the run began.
-        """
+        """Add up rows of (step, seconds of a step, tokens per second): means since the row before, or `first_step`."""
         seconds = tokens = 0.0
         before = first_step
         for step, step_seconds, tokens_per_second in logged:

@@ -92,10 +92,7 @@ def start_rows(events: list[dict]) -> list[int]:
 
 
 def attempts(events: list[dict], until: float) -> list[Attempt]:
-    """List the attempts of a run.
-
-    events: rows of events.jsonl. until: UNIX seconds at which the last attempt ends if it has no end.
-    """
+    """List a run's attempts by the rows of events.jsonl; one without an end ends at `until` (UNIX seconds)."""
     found: list[Attempt] = []
     for first, after in itertools.pairwise([*start_rows(events), len(events)]):
         rows, following = events[first:after], events[after] if after < len(events) else None

@@ -58,10 +58,7 @@ def kill_all(folder: Path) -> None:
 
 
 def end_what_is_left(folder: Path, seconds: float | None = None) -> bool:
-    """End ranks that outlived their launcher; return whether there were any.
-
-    They save and leave when they notice; those that are still there after `seconds` are killed.
-    """
+    """End ranks that outlived their launcher, killed if still there after `seconds`; return whether there were any."""
     time.sleep(0.1)  # a process that is just being started shows no environment yet
     until = time.monotonic() + (SECONDS_TO_LEAVE if seconds is None else seconds)
     outlived = bool(started_here(folder))
@@ -91,14 +88,11 @@ ORDER = (USER_ERROR, GAVE_UP, STOPPED, HANG)  # which counts if hosts differ, an
 
 @dataclass
 class HostfileCommand:
-    """A command that DeepSpeed starts on the hosts of a file through pdsh.
+    """A command that DeepSpeed starts on the hosts of a file through pdsh."""
 
-    words: as typed. options: those before the script. script: its place among the words.
-    """
-
-    words: list[str]
-    options: argparse.Namespace
-    script: int
+    words: list[str]  # as typed
+    options: argparse.Namespace  # those before the script
+    script: int  # its place among the words
 
     @classmethod
     def of(cls, words: list[str], also_one: bool = False) -> "HostfileCommand | None":
@@ -224,10 +218,7 @@ class Hosts:
                 continue
 
     def watch(self, launcher: subprocess.Popen, say: Callable[[str], None]) -> threading.Thread:
-        """Watch the hosts until the launcher's end, in a thread that is returned.
-
-        If one is lost, what runs on the others is ended: it would wait for the lost one.
-        """
+        """Watch the hosts until the launcher's end, in a thread; if one is lost, end the others, which wait for it."""
 
         def look() -> None:
             while launcher.poll() is None:
@@ -244,10 +235,7 @@ class Hosts:
         return thread
 
     def end(self, seconds: float = SECONDS_TO_LEAVE) -> None:
-        """Have every agent end what is left on its host, and collect the codes. A second call does nothing.
-
-        seconds: the time that ranks have to leave by themselves.
-        """
+        """Have agents end what is left after `seconds`, and collect the codes. A second call does nothing."""
         self.send(f"end {seconds:g}")
         for host, agent in self.agents.items():
             said = [line.strip() for line in agent.stdout]
