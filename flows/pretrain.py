@@ -30,6 +30,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import Elastic
 
+from pretraining.api import words_of
 from pretraining.data.checksums import digest_of
 from pretraining.data.streaming.cache import GIGABYTES_VARIABLE
 from pretraining.data.streaming.remote_data import SHARE_OF_CACHE
@@ -80,14 +81,12 @@ def open_pipeline(request: str, data: FlyteDirectory | None = None, run: Path | 
         settings.append(f"checkpoints.upload={json.dumps(asked['store'])}")
     recipe = load_recipe(asked["recipe"], settings)
     place = Path(asked["folder"] or current_context().working_directory)
-    words = ["--recipe", asked["recipe"], *(word for text in settings for word in ("--set", text))]
-    words += ["--data_dir", str(place / "data"), "--output_dir", str(run or place / "runs" / recipe.name)]
-    words += ["--world_size", str(asked["world_size"]), "--restarts", str(asked["restarts"])]
     if not asked["launcher"] and asked["world_size"] > 1:
         asked["launcher"] = f"deepspeed --num_gpus={asked['world_size']}"
-    for option in ("deepspeed", "launcher", "gpu", "publish"):
-        words += [f"--{option}", asked[option]] if asked[option] else []
-    pipeline = Pipeline(parse(words))
+    options = {key: asked[key] for key in ("recipe", "world_size", "restarts")}
+    options |= {key: asked[key] or None for key in ("deepspeed", "launcher", "gpu", "publish")}
+    options |= {"data_dir": place / "data", "output_dir": run or place / "runs" / recipe.name}
+    pipeline = Pipeline(parse(words_of({**options, "set": settings})))
     pipeline.gpu = asked["gpu"] or None  # that of this machine does not count
     if data is not None:
         pipeline.options.data_dir = data.remote_source or Path(data.path)
@@ -121,9 +120,8 @@ def needed(pipeline: Pipeline, asked: dict) -> dict:
     ranks = world_size // nodes
     if ranks * nodes != world_size or (gpu and ranks > gpu.gpus_per_node):
         most = f", and a node has {gpu.gpus_per_node} {gpu.name}" if gpu else ""
-        raise UserError(
-            f"world_size {world_size}, nodes {nodes}: each node has the same number of ranks{most}"
-        )
+        asked_for = f"world_size {world_size}, nodes {nodes}"
+        raise UserError(f"{asked_for}: each node has the same number of ranks{most}")
     if nodes > 1 and not (asked["folder"] or pipeline.recipe.checkpoints.upload):
         raise UserError(f"nodes {nodes}: name a store for checkpoints, or a folder that all nodes see")
     setup = Setup(pipeline.recipe, pipeline.ds_config, world_size)

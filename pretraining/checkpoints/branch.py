@@ -101,9 +101,8 @@ def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
             continue
         if section not in sections or not isinstance(values, dict):
             near = suggestion(section, recipe_schema()) or ""
-            raise UserError(
-                f"{where}: {section} is no section of a recipe{near}; write {{section: {{key: value}}}}"
-            )
+            what = f"{section} is no section of a recipe{near}"
+            raise UserError(f"{where}: {what}; write {{section: {{key: value}}}}")
         for key, value in values.items():
             if not key.isidentifier():
                 raise problem(where, f"{section}.{json.dumps(key)}", "is no key of a recipe")
@@ -125,9 +124,8 @@ def _staged_recipe(
                 raise UserError(f"{section}.{key}: follows from --steps and --decay; leave it out")
     optimizers = [(each.training.optim, each.optimizer.name) for each in (earlier, changed)]
     if optimizers[0] != optimizers[1]:
-        raise UserError(
-            f"{checkpoint} holds the states of another optimizer; leave training.optim and optimizer.name"
-        )
+        what = "holds the states of another optimizer"
+        raise UserError(f"{checkpoint} {what}; leave training.optim and optimizer.name")
     if parameter_tensors(earlier.model) != parameter_tensors(changed.model):
         held, wanted = (model_size(each.model).total for each in (earlier, changed))
         what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
@@ -138,10 +136,8 @@ def _staged_recipe(
     start = Start.at(checkpoint)
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
-        raise UserError(
-            f"{checkpoint}: the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp); choose a "
-            "later --at"
-        )
+        what = f"the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp)"
+        raise UserError(f"{checkpoint}: {what}; choose a later --at")
     # Checked with the earlier recipe: the checkpoint was trained by its schedule.
     warmup = _stable_since(earlier, start, checkpoint)
     if changed.budget.warmup_tokens is None:
@@ -186,10 +182,8 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     )
     kind = training.lr_scheduler_type
     if kind not in STABLE:
-        raise UserError(
-            f"{checkpoint}: its rate is never stable (training.lr_scheduler_type is {kind}); a decay begins from "
-            f"{', '.join(STABLE)}"
-        )
+        what = f"its rate is never stable (training.lr_scheduler_type is {kind})"
+        raise UserError(f"{checkpoint}: {what}; a decay begins from {', '.join(STABLE)}")
     warmup, decay_start = 0 if kind == "constant" else recipe.warmup_steps(total), recipe.decay_start(total)
     end = total if decay_start is None else decay_start
     if not warmup <= now <= end:

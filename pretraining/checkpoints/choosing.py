@@ -136,10 +136,9 @@ def choose_checkpoint(
             with suppress(OSError, ValueError):
                 step = step_of(Path(resume))
         if newer := newest_stored(remote.at_first_contact(), step):
-            raise UserError(
-                f"--resume {resume}: {remote.where(newer[0])} is newer, and a later start would go on from there; give "
-                "this run its own --output_dir or another checkpoints.upload, or remove what lies there"
-            )
+            what = f"{remote.where(newer[0])} is newer, and a later start would go on from there"
+            remedy = "give this run its own --output_dir or another checkpoints.upload"
+            raise UserError(f"--resume {resume}: {what}; {remedy}, or remove what lies there")
 
     if remote is not None:
         from_rank_0(refuse_newer)
@@ -269,9 +268,8 @@ class _Chooser:
             content, folder = remote.marker(name), self.run.path / name
             another = not self.in_parts and (folder / MARKER).exists() and _marker_here(folder) != content
             if content is not None and another:
-                raise UserError(
-                    f"{folder}: another checkpoint of that name is here; move it, or choose another --output_dir"
-                )
+                what = "another checkpoint of that name is here"
+                raise UserError(f"{folder}: {what}; move it, or choose another --output_dir")
             return content
 
         if (content := from_rank_0(read)) is None:

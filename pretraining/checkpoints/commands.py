@@ -53,9 +53,8 @@ def store_of(address: str) -> tuple[RemoteRun, list[str]]:
     """Return the place of a run in a store and the checkpoints there; `UserError` if there is none."""
     remote = RemoteRun(address).at_first_contact()
     if not (names := remote.checkpoints()):
-        raise UserError(
-            f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
-        )
+        remedy = "give the address of a run, as s3://bucket/runs/30b"
+        raise UserError(f"{remote.address}: no checkpoint-* there; {remedy}")
     return remote, names
 
 

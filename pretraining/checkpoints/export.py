@@ -93,9 +93,8 @@ def export_checkpoint(
     tokenizer = load_pretrained("AutoTokenizer", description)
     reader, of_average = CheckpointReader(checkpoint), f"eval_{OF_AVERAGE}"
     if exponential and not any(reader.has(AVERAGE, name) for name in reader.parameters):
-        raise UserError(
-            f"{checkpoint}: no average is kept there (optimizer.average_decay); leave out --average"
-        )
+        what = "no average is kept there (optimizer.average_decay)"
+        raise UserError(f"{checkpoint}: {what}; leave out --average")
     results = {"step": marker["step"], "tokens": marker["tokens"]}
     # the checkpoint's own metrics say nothing about an average
     if shares:

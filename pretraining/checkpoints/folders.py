@@ -83,9 +83,8 @@ def remove_uncommitted(run: RunFolder) -> None:
     for folder in checkpoint_folders(run):
         if not (folder / MARKER).exists():
             if folder.is_symlink() or folder.is_file():
-                raise UserError(
-                    f"{folder}: a link to nothing, or a file, where a checkpoint belongs; move it away"
-                )
+                what = "a link to nothing, or a file, where a checkpoint belongs"
+                raise UserError(f"{folder}: {what}; move it away")
             shutil.rmtree(folder)  # before the event, for which a full disk needs this room
             run.add_event("uncommitted_checkpoint_removed", checkpoint=folder.name)
     for partial in run.path.glob("weights-*.partial"):  # a demotion that was killed

@@ -128,9 +128,8 @@ def parse_receipt(raw: bytes, where: Path | str) -> dict:
     try:
         return check(parse_json(raw), RECEIPT, str(where))
     except ValueError as error:
-        raise UserError(
-            f"{where}: damaged receipt ({error}); remove this checkpoint, and go on from another"
-        ) from None
+        remedy = "remove this checkpoint, and go on from another"
+        raise UserError(f"{where}: damaged receipt ({error}); {remedy}") from None
 
 
 def commit_checkpoint(folder: Path, content: dict) -> None:
@@ -215,10 +214,8 @@ def parse_marker(raw: bytes, folder: Path | str) -> dict:
     except (ValueError, UserError) as error:
         raise MarkerDamage(str(error)) from None
     if content["format"] > FORMAT:
-        raise UserError(
-            f"{folder}: written by a newer version (format {content['format']}; this one reads up to {FORMAT}): "
-            "update this repository"
-        )
+        what = f"written by a newer version (format {content['format']}; this one reads up to {FORMAT})"
+        raise UserError(f"{folder}: {what}: update this repository")
     try:
         if "saved" in check(content, SHAPE, MARKER):
             unix_seconds(content["saved"])
@@ -265,10 +262,9 @@ class Start:
             return self
         earlier = None if self.starts_over else from_rank_0(lambda: run.last_event(GIVEN))
         if earlier is not None and earlier["digest"] != facts["digest"]:
-            raise UserError(
-                f"{run.path}: the run began with other weights of {earlier['source']} ({earlier['digest']}) than are "
-                f"there now ({facts['digest']}); bring them back, or start over with --resume never"
-            )
+            what = f"the run began with other weights of {earlier['source']} ({earlier['digest']}) than are there"
+            remedy = "bring them back, or start over with --resume never"
+            raise UserError(f"{run.path}: {what} now ({facts['digest']}); {remedy}")
         return replace(self, initial_weights=facts)
 
     def progress(self, recipe: Recipe) -> Progress:

@@ -151,9 +151,8 @@ def fetch_records(address: str, place: Path) -> RunFolder:
         if (content := remote.read_if_there(file)) is not None:
             (run.path / file).write_bytes(content)
     if not run.events.exists():
-        raise UserError(
-            f"{address}: no run there ({run.events.name} is missing); s3://bucket/runs/30b is one's address"
-        )
+        what = f"no run there ({run.events.name} is missing)"
+        raise UserError(f"{address}: {what}; s3://bucket/runs/30b is one's address")
     # the records of all nodes, in the order of their starts
     nodes = []
     for node in remote.sizes(NODES) or {}:

@@ -95,9 +95,8 @@ def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Live
     if deepspeed.is_stage_1_or_2(optimizer):
         return PartitionedOptimizer(model, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"checkpoints cannot read DeepSpeed's {type(optimizer).__name__}: choose another ds_config"
-        )
+        kind = type(optimizer).__name__
+        raise UserError(f"checkpoints cannot read DeepSpeed's {kind}: choose another ds_config")
     return LiveState(model, optimizer)
 
 
@@ -237,10 +236,8 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
         return
     saved = counts[0]
     if any(values != saved for values in counts):
-        raise UserError(
-            f"{reader.folder}: the optimizer's counts differ between {block.parameters[0]} and others of its "
-            "group, which ZeRO keeps as one: resume without ZeRO"
-        )
+        what = f"the optimizer's counts differ between {block.parameters[0]} and others of its group"
+        raise UserError(f"{reader.folder}: {what}, which ZeRO keeps as one: resume without ZeRO")
     probe, kept = _states_after_a_step(block, int(saved.get("step", 1)))
     live = block.optimizer.state[block.tensor]
     for key, example in kept.items():
@@ -270,10 +267,9 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
 
 def _other_states(block: Block, key: str, parameter: str, reader: CheckpointReader) -> UserError:
     found = [*reader.states(parameter), *(f"{state} (factored)" for state in reader.whole_states(parameter))]
-    return UserError(
-        f"{reader.folder} has {', '.join(found)} of {parameter}, and {type(block.optimizer).__name__} at this ZeRO "
-        f"stage needs {key}: resume with the optimizer and the kind of sharding that saved it"
-    )
+    what = f"has {', '.join(found)} of {parameter}, and {type(block.optimizer).__name__} at this ZeRO stage"
+    remedy = "resume with the optimizer and the kind of sharding that saved it"
+    return UserError(f"{reader.folder} {what} needs {key}: {remedy}")
 
 
 def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:

@@ -123,9 +123,8 @@ class CheckpointManager(TrainerCallback):
         ours, theirs = {name: whole_shape(p) for p, name in live.names.items()}, reader.parameters
         if changed := [name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)]:
             name = min(changed)
-            raise UserError(
-                f"{folder} is of another model: {name} is {theirs.get(name)} there and {ours.get(name)} here"
-            )
+            what = f"{name} is {theirs.get(name)} there and {ours.get(name)} here"
+            raise UserError(f"{folder} is of another model: {what}")
         with torch.no_grad(), long_work():
             for block in live.blocks:
                 with live.held(block, changed=True):

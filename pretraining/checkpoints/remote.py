@@ -259,10 +259,8 @@ def _refusal(error: Exception, what: str) -> UserError | None:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return UserError(f"{what}: no such bucket or folder ({reason}); make it, or check checkpoints.upload")
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-        return UserError(
-            f"{what}: no permission ({reason}); check the rights of the account and the variables that hold its "
-            "credentials"
-        )
+        remedy = "check the rights of the account and the variables that hold its credentials"
+        return UserError(f"{what}: no permission ({reason}); {remedy}")
     if isinstance(error, NotImplementedError):
         return UserError(f"{what}: nothing can be written there; choose another checkpoints.upload")
     return None

@@ -111,10 +111,9 @@ def find_start(
         refuse_lost_rollbacks(checkpoint, run, journal)
         if changes and start.step >= start.progress(recipe).last_step:
             keys = ", ".join(each.key for each in changes)
-            raise UserError(
-                f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; "
-                "make a run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
-            )
+            what = f"all {start.step:,} steps are done, so that changing {keys} would change none of them"
+            remedy = "make a run of its own (python -m pretraining.checkpoints branch)"
+            raise UserError(f"{run.path}: {what}; {remedy}, or start over with --resume never")
         accepted = [each.accepted_at(start.step) for each in changes]
         return replace(start, changes=(*start.changes, *accepted), journal=journal)
 
@@ -153,10 +152,9 @@ def changes_since(
         if any(change.key.startswith("model.") for change in changes):
             held, now = Weights.split(marker["recipe"]["model"])[0], recipe.model
             if held["model_type"] != now["model_type"] or model_size(held).parts != model_size(now).parts:
-                raise UserError(
-                    f"{checkpoint} holds weights of other shapes: {listed(differences(held, now, 'model'))}; give this "
-                    "model its own folder with --output_dir, or start over with --resume never"
-                )
+                what = f"holds weights of other shapes: {listed(differences(held, now, 'model'))}"
+                remedy = "give this model its own folder with --output_dir, or start over with --resume never"
+                raise UserError(f"{checkpoint} {what}; {remedy}")
         data, data_now = marker["data"], described_data(recipe, manifest)
         # of tokens that were not there yet, their origin counts
         kinds = is_from_origin(data["fingerprint"]), is_from_origin(data_now["fingerprint"])
@@ -354,10 +352,8 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
             '--set training.save_strategy="no"'
         )
     if recipe.checkpoints.demote_to_weights:
-        raise UserError(
-            f"{what}: checkpoints.demote_to_weights needs all files of a checkpoint in one place; set it to false, or "
-            "give --output_dir on a shared disk"
-        )
+        why = "checkpoints.demote_to_weights needs all files of a checkpoint in one place"
+        raise UserError(f"{what}: {why}; set it to false, or give --output_dir on a shared disk")
     remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
 
     def write() -> bool:
@@ -375,10 +371,8 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
     hosts = gather_from_ranks(socket.gethostname())
     apart = [host for host, same in zip(hosts, gather_from_ranks(reads), strict=True) if not same]
     if apart:
-        raise UserError(
-            f"checkpoints.upload: {remote.address} is another place on {', '.join(apart)} than on {hosts[0]}; "
-            "all nodes must reach the same store"
-        )
+        what = f"{remote.address} is another place on {', '.join(apart)} than on {hosts[0]}"
+        raise UserError(f"checkpoints.upload: {what}; all nodes must reach the same store")
 
 
 def bring_history(run: RunFolder, upload: str | None) -> None:

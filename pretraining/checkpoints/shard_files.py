@@ -430,17 +430,15 @@ def read_state(folder: Path) -> dict:
     try:
         state = read_json_value(folder / STATE_FILE)
     except FileNotFoundError:
-        raise UserError(
-            f"{folder} is no checkpoint of this version's format ({STATE_FILE} is missing): start over with "
-            "--resume never, or continue it with the version that wrote it"
-        ) from None
+        what = f"is no checkpoint of this version's format ({STATE_FILE} is missing)"
+        remedy = "start over with --resume never, or continue it with the version that wrote it"
+        raise UserError(f"{folder} {what}: {remedy}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / STATE_FILE}: cannot be read ({error})") from error
     state = check(state, {"type": "object"}, str(folder / STATE_FILE))
     if state.get("format") != FORMAT:
-        raise UserError(
-            f"{folder} has format {state.get('format')} and this version reads {FORMAT}: update the repository"
-        )
+        what = f"has format {state.get('format')} and this version reads {FORMAT}"
+        raise UserError(f"{folder} {what}: update the repository")
     return check(state, _STATE, str(folder / STATE_FILE))
 
 

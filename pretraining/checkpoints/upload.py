@@ -155,10 +155,8 @@ class Uploader:
             with suppress(UserError, ValueError):
                 saved = parse_marker(marker, self.remote.address).get("saved")
             if saved is not None and unix_seconds(saved) > self._began:  # after this start, and not by it
-                raise UserError(
-                    "another run commits to the same place; give one of them another name, --output_dir or "
-                    "checkpoints.upload"
-                )
+                remedy = "give one of them another name, --output_dir or checkpoints.upload"
+                raise UserError(f"another run commits to the same place; {remedy}")
             self.remote.remove(f"{parcel.name}/{MARKER}")
         if self.ranks > 1:
             self._messages.remove(f"{self._attempt}.{self._num_uploads - 1}/plan")  # all have read that one

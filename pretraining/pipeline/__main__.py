@@ -47,10 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     # what the steps depend on changes until its end
     if (holder := holder_of(pipeline.run.path)) is not None:
         place = display_path(pipeline.run.path)
-        raise UserError(
-            f"{place} is being trained ({holder}): wait for its end, or stop it with touch {place}/STOP and type this "
-            "command again"
-        )
+        remedy = f"wait for its end, or stop it with touch {place}/STOP and type this command again"
+        raise UserError(f"{place} is being trained ({holder}): {remedy}")
     names = NAMES[: NAMES.index(options.until) + 1] if options.until else NAMES
     names = tuple(name for name in names if name not in options.skip)
     rows: list[dict] = []

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
+from pretraining.api import words_of
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry
 from pretraining.data.checksums import digest_of
@@ -55,15 +56,12 @@ class Pipeline:
 
     @property
     def recipe_words(self) -> list[str]:
-        options = self.options
-        words = ["--recipe", options.recipe, *(word for text in options.set for word in ("--set", text))]
-        return words + (["--limit_tokens", str(options.limit_tokens)] if options.limit_tokens else [])
+        return words_of({key: getattr(self.options, key) for key in ("recipe", "set", "limit_tokens")})
 
     @property
     def train_words(self) -> list[str]:
-        chosen = ["--deepspeed", self.options.deepspeed] if self.options.deepspeed else []
-        places = ["--output_dir", str(self.run.path), "--data_dir", str(self.options.data_dir)]
-        return [*self.recipe_words, *chosen, *places]
+        chosen = {"deepspeed": self.options.deepspeed or None, "output_dir": self.run.path}
+        return self.recipe_words + words_of({**chosen, "data_dir": self.options.data_dir})
 
     def content(self, name: str) -> str | None:
         """Compute the digest of the export or of the report; None if it is not there."""
@@ -150,8 +148,9 @@ class Step(ABC):
             return Decision(True, "--from asks for it")
         return found
 
-    @abstractmethod
-    def examine(self) -> Decision: ...
+    def examine(self) -> Decision:
+        facts = self.pipeline.record.facts(self.name)
+        return self.look_at_inputs(self.words(facts) if facts else "")
 
     @abstractmethod
     def run(self) -> dict: ...

@@ -10,7 +10,7 @@ import sys
 from functools import cached_property
 from pathlib import Path
 
-from pretraining.api import train_command
+from pretraining.api import train_command, words_of
 from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.format import read_marker
 from pretraining.data.checksums import digest_of
@@ -50,9 +50,6 @@ class Plan(Step):
             "gpu": pipeline.gpu,
             "force": pipeline.options.force,
         }
-
-    def examine(self) -> Decision:
-        return self.look_at_inputs(self.pipeline.record.facts(self.name).get("in_short", ""))
 
     def run(self) -> dict:
         pipeline = self.pipeline
@@ -131,9 +128,8 @@ class Prepare(Step):
     def run(self) -> dict:
         pipeline = self.pipeline
         options = pipeline.options
-        words = [*pipeline.recipe_words, "--data_dir", str(options.data_dir), "--executor", options.executor]
-        words += ["--workers", str(options.workers)] + ["--replace"] * options.replace
-        words += [word for text in options.slurm for word in ("--slurm", text)]
+        keys = ("data_dir", "executor", "workers", "replace", "slurm")
+        words = pipeline.recipe_words + words_of({key: getattr(options, key) for key in keys})
         pipeline.call(sys.executable, str(REPOSITORY / "data_prep.py"), *words)
         if (manifest := read_manifest(pipeline.data_folder)) is None:
             what = "its jobs are submitted; the same command goes on once they have ended"
@@ -251,7 +247,7 @@ class Train(Step):
     def start_words(self) -> list[str]:
         options = self.pipeline.options
         resume = "never" if self.starts_over and not options.allow_change else options.resume
-        return ["--resume", resume, *(w for key in options.allow_change for w in ("--allow_change", key))]
+        return words_of({"resume": resume, "allow_change": options.allow_change})
 
     def run(self) -> dict:
         pipeline = self.pipeline
@@ -285,10 +281,6 @@ class Evaluate(Step):
         validation = manifest.get("splits", {}).get("validation", {}).get("checksum")
         contents = {"the export": self.pipeline.content("export"), "the validation set": validation}
         return {"evaluation": self.pipeline.recipe.to_dict().get("evaluation"), "contents": contents}
-
-    def examine(self) -> Decision:
-        facts = self.pipeline.record.facts(self.name)
-        return self.look_at_inputs(self.words(facts) if facts else "")
 
     def run(self) -> dict:
         run, data = str(self.pipeline.run.path), str(self.pipeline.options.data_dir)

@@ -138,11 +138,9 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
         number, told = getattr(error, "errno", None), _RUST_ERROR.search(str(error))
         if isinstance(error, FileNotFoundError) and not folder.exists():
             # "no such file" alone would not say that somebody moved the folder
-            refusal = UserError(
-                f"{folder}: was removed or renamed while the run wrote there; what is gone cannot be continued, and a "
-                "renamed folder is continued with --output_dir",
-                on_every_rank=False,
-            )
+            what = "was removed or renamed while the run wrote there"
+            remedy = "what is gone cannot be continued, and a renamed folder is continued with --output_dir"
+            refusal = UserError(f"{folder}: {what}; {remedy}", on_every_rank=False)
         elif isinstance(error, OSError) and number is not None:
             refusal = file_error(error, folder)
         elif told:
@@ -153,11 +151,10 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
         elif (free_bytes := shutil.disk_usage(folder).free) < 1e6:
             refusal = file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
         else:
-            refusal = UserError(
-                f"{folder}: a checkpoint could not be written ({free_bytes / 1e6:,.0f} MB are free there: a quota, or "
-                "a disk that failed); then type the same command again: it continues from the checkpoint before",
-                on_every_rank=False,
-            )
+            why = f"{free_bytes / 1e6:,.0f} MB are free there: a quota, or a disk that failed"
+            remedy = "then type the same command again: it continues from the checkpoint before"
+            what = f"a checkpoint could not be written ({why})"
+            refusal = UserError(f"{folder}: {what}; {remedy}", on_every_rank=False)
         if refusal is None:
             raise
         raise refusal from error

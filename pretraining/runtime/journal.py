@@ -53,9 +53,8 @@ class Journal:
                 rollbacks.append(Rollback(**{**row, "samples": (first, last)}))
         except (UserError, ValueError) as error:
             # left out in silence, it would change the samples of the steps behind it
-            raise UserError(
-                f"the run's journal is damaged ({error}); bring back the file that the run wrote"
-            ) from None
+            remedy = "bring back the file that the run wrote"
+            raise UserError(f"the run's journal is damaged ({error}); {remedy}") from None
         return cls(tuple(rollbacks))
 
     def write(self, path: Path) -> None:

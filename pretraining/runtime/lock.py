@@ -62,10 +62,12 @@ def find_disks(folder: Path) -> Disks:
             hosts = gather_from_ranks(socket.gethostname())
             if None in first:
                 missing = first.index(None)
-                raise UserError(
-                    f"{folder}: rank {missing} on {hosts[missing]} does not see what the first rank of its node wrote "
-                    "there; all ranks of a node need one --output_dir"
+                what = "does not see what the first rank of its node wrote there"
+                who, remedy = (
+                    f"rank {missing} on {hosts[missing]}",
+                    "all ranks of a node need one --output_dir",
                 )
+                raise UserError(f"{folder}: {who} {what}; {remedy}")
         gather_from_ranks(None)  # nobody looks any more
         return Disks(tuple(first), first[rank])
     finally:
@@ -147,10 +149,8 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
     while (lock := _try_lock(folder / LOCK)) is None:
         # no holder: it has just left, so the next try gets the lock
         if time.monotonic() > until and (holder := _holder(folder / LOCK)) is not None:
-            raise UserError(
-                f"{folder}: another run is writing there ({holder}); wait for its end, stop it, or give this one "
-                "its own folder with --output_dir"
-            )
+            remedy = "wait for its end, stop it, or give this one its own folder with --output_dir"
+            raise UserError(f"{folder}: another run is writing there ({holder}); {remedy}")
         time.sleep(0.1)
     os.register_at_fork(after_in_child=lock.close)  # else a data worker would keep the lock of a killed run
     # the file may still hold the line of a process that was killed

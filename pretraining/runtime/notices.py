@@ -238,8 +238,6 @@ def read_webhook(variable: str) -> str:
     address = os.environ.get(variable, "")
     if not re.fullmatch(r"https?://[^\s/]\S*", address):
         what = "holds no http address" if address else "is not set"
-        raise UserError(
-            f"monitors.notify.webhook_env: the variable {variable} {what}; export it where train.py is started, or "
-            "--set monitors.notify=null"
-        )
+        remedy = "export it where train.py is started, or --set monitors.notify=null"
+        raise UserError(f"monitors.notify.webhook_env: the variable {variable} {what}; {remedy}")
     return address
