@@ -244,14 +244,12 @@ def steps(request: str, planned: str) -> Outcome:
     data = prepare(request=request, key=keys["prepare"])
     resources = Resources(**needs)
     training = on_nodes(asked["nodes"], **cache)(train.task_function)
-    run = training(request=request, data=data, key=keys["train"]).with_overrides(
-        requests=resources, limits=resources, **limit
-    )
+    run = training(request=request, data=data, key=keys["train"])
+    run = run.with_overrides(requests=resources, limits=resources, **limit)
     memory = math.ceil((found["facts"]["memory"]["on_processor"] + EVALUATING_SPARE_BYTES) / 2**30)
     one = Resources(cpu="4", mem=f"{memory}Gi", **({"gpu": "1"} if "gpu" in needs else {}))
-    measured = evaluate(request=request, data=data, run=run, key=keys["train"]).with_overrides(
-        requests=one, limits=one
-    )
+    measured = evaluate(request=request, data=data, run=run, key=keys["train"])
+    measured = measured.with_overrides(requests=one, limits=one)
     page = report(request=request, run=run, evaluation=measured, key=keys["train"])
     if asked["publish"]:
         publish(request=request, run=run, page=page, key=keys["publish"])

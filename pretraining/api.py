@@ -88,10 +88,7 @@ class Prepared:
     recipe: Recipe
 
     def tokens(self, split: str = "train", start: int = 0, stop: int | None = None) -> "np.ndarray":
-        """Return tokens `start` up to `stop` of a split, by default all: documents one after the other.
-
-        Raises `UserError` if there is no such split, or the preparation only counted.
-        """
+        """Return tokens `start` up to `stop` of a split, by default all, document after document; or `UserError`."""
         from pretraining.data.prepared import open_prepared
 
         if split not in SPLITS:

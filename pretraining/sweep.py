@@ -87,10 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list[Point]:
-    """Make every combination of values a point, each checked as train.py checks it.
-
-    Raises `UserError` for a wrong text of --over, a key twice, a value twice, or a point that no run can be.
-    """
+    """Make every combination of values a point, checked as train.py checks it; `UserError` for one that cannot be."""
     over = [_parsed(text) for text in options.over]
     keys = [key for key, _ in over]
     for key, values in over:

@@ -125,7 +125,7 @@ class CheckpointWriter:
             receipt=dict(receipt or {}),
             # A copy: numbers of later steps must not get into it.
             marker=dict(marker or {}),
-            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
             began=began,
             waited_seconds=time.perf_counter() - began,
         )
@@ -224,9 +224,8 @@ class CheckpointWriter:
         self.snapshot.release()
 
         def report() -> None:
-            self.run.add_event(
-                "no_room_for_snapshot", checkpoint=save.folder.name, needed_bytes=save.num_bytes
-            )
+            needed = {"checkpoint": save.folder.name, "needed_bytes": save.num_bytes}
+            self.run.add_event("no_room_for_snapshot", **needed)
             if not self._reported_no_room:  # a line for the first save alone
                 size = num_bytes(save.num_bytes)
                 line = f"no host memory for a copy of {size} a rank; training waits while checkpoints are written"
@@ -445,7 +444,7 @@ class HostSnapshot:
         """Return complete copies of `tensors`, for which there is room; they are valid until the next call."""
         copies, start = {}, 0
         for name, tensor in tensors.items():
-            stop = start + tensor.numel() * tensor.element_size()
+            stop = start + tensor.nbytes
             copy = self._memory[start:stop].view(tensor.dtype).view(tensor.shape)
             # from a GPU all copies are queued, then waited for once
             copy.copy_(tensor.detach(), non_blocking=True)

@@ -281,10 +281,7 @@ class _Chooser:
         return Chosen(self.run.path / name, remote if self.in_parts else None)
 
     def bring(self, candidate: Candidate) -> str | None:
-        """Give every disk the files that its ranks need, and then the marker; returns what is wrong with it, or None.
-
-        Raises `UserError` on every rank if the store fails, or a disk is full.
-        """
+        """Give each disk the files that its ranks need, and then the marker; returns what is wrong with it, or None."""
         run, remote, disks, name = self.run, self.remote, self.run.disks, candidate.name
         folder = run.path / name
         try:

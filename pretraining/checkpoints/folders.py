@@ -119,13 +119,12 @@ def move_aside(run: RunFolder, folder: Path) -> Path:
 class Place(Protocol):
     """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`).
 
-    marker: None if a checkpoint has none. sizes: {file: bytes} of a checkpoint. verdicts: {file: what is wrong with it,
-    or None}, by comparing every byte with what was committed, several files at once.
+    verdicts: {file: what is wrong with it, or None}, by comparing every byte, several files at once.
     """
 
     def where(self, name: str, /) -> str: ...
     def marker(self, name: str, /) -> bytes | None: ...
-    def sizes(self, name: str, /) -> dict[str, int] | None: ...
+    def sizes(self, name: str, /) -> dict[str, int] | None: ...  # {file: bytes}
     def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]: ...
 
 
@@ -179,11 +178,7 @@ class Health(NamedTuple):
 
 
 def health(place: Place, name: str, of_run: bool = True, is_part: bool = False) -> Health:
-    """Judge a checkpoint by its marker and the sizes of its files.
-
-    of_run: its name must hold its step; a copy elsewhere may have any name. is_part: a node's own disk holds it,
-    so that some of its files may be elsewhere.
-    """
+    """Judge a checkpoint by marker and sizes. of_run: its name must hold its step. is_part: of a node's own disk."""
     sizes = place.sizes(name) or {}
     num_bytes = sum(sizes.values())
     try:
@@ -266,11 +261,7 @@ def catalogue(run: RunFolder) -> list[dict]:
 
 
 def entry_of(name: str, step: int, found: Health, changed: float | None = None) -> dict:
-    """Describe a checkpoint of a catalogue.
-
-    Returns {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens",
-    "loss", "eval_loss"}. changed: UNIX seconds of its last change, for one whose marker does not say when it was saved.
-    """
+    """Describe a checkpoint of a catalogue. changed: UNIX seconds, for a marker that does not say when it was saved."""
     marker = found.marker
     metrics, saved = marker.get("metrics", {}), marker.get("saved")
     when = unix_seconds(saved) if saved else changed
@@ -282,8 +273,7 @@ def entry_of(name: str, step: int, found: Health, changed: float | None = None) 
         "bytes": found.num_bytes,
         "age_seconds": None if when is None else max(0, int(time.time() - when)),
         **{key: marker.get(key) for key in ("saved", "ranks", "zero_stage", "tokens")},
-        "loss": metrics.get("loss"),
-        "eval_loss": metrics.get("eval_loss"),
+        **{key: metrics.get(key) for key in ("loss", "eval_loss")},
     }
 
 

@@ -133,10 +133,7 @@ def parse_receipt(raw: bytes, where: Path | str) -> dict:
 
 
 def commit_checkpoint(folder: Path, content: dict) -> None:
-    """Write the marker of a checkpoint once all its `content["ranks"]` ranks have written their receipts.
-
-    Its files are those of the receipts, and the receipts themselves. Raises `FileNotFoundError` if one is missing.
-    """
+    """Write the marker, with the files of all `content["ranks"]` receipts; `FileNotFoundError` if one is missing."""
     files, receipts, ranks = {}, {}, content["ranks"]
     for rank in range(ranks):
         name = receipt_name(rank, ranks)
@@ -176,11 +173,7 @@ def place_marker(folder: Path, sealed: bytes) -> None:
 
 
 def read_marker(folder: Path) -> dict:
-    """Read the marker of a committed checkpoint.
-
-    Raises `FileNotFoundError` if there is none, so that the folder does not count as a checkpoint, `MarkerDamage` if it
-    was edited or damaged, and `UserError` if a newer version wrote it, or one from before this format.
-    """
+    """Read a marker. Raises `FileNotFoundError` (no checkpoint), `MarkerDamage`, or `UserError` (another version's)."""
     return parse_marker(read_bytes(folder / MARKER), folder)
 
 
@@ -282,10 +275,7 @@ class Identity:
     start: Start
 
     def marker_at(self, step: int, log_history: list[dict]) -> dict:
-        """Return the marker of a checkpoint after `step`, without its files.
-
-        log_history: the Trainer's. What it logged at `step` itself of the loss and of the validation is in the marker.
-        """
+        """Return the marker after `step`, without its files. log_history: the Trainer's, with metrics of that step."""
         recipe, progress = self.recipe.to_dict(), self.start.progress(self.recipe)
         # Sorted keys, so that a recipe written in another order has the same fingerprint.
         curve = json.dumps(curve_parts(recipe), sort_keys=True, ensure_ascii=False).encode()

@@ -139,11 +139,7 @@ class LiveFiles:
 
 
 def fetch_records(address: str, place: Path) -> RunFolder:
-    """Bring what all nodes of a run have sent into a new folder, as if they had shared a disk.
-
-    Of the checkpoints comes the marker of the newest alone. Raises `UserError` if there is no run at the address, or
-    the store cannot be used.
-    """
+    """Bring what all nodes of a run sent, and its newest marker, into a new folder; `UserError` if there is no run."""
     remote = RemoteRun(address, patience=Patience(_LAST_SECONDS))
     run = RunFolder(place / remote.address.rpartition("/")[2])
     run.path.mkdir(parents=True)
@@ -158,9 +154,8 @@ def fetch_records(address: str, place: Path) -> RunFolder:
     for node in remote.sizes(NODES) or {}:
         folder = f"{NODES}/{node}"
         names = [name for name in remote.sizes(folder) or {} if name not in NODE_FOLDERS]
-        names += [
-            f"{each}/{name}" for each in NODE_FOLDERS for name in remote.sizes(f"{folder}/{each}") or {}
-        ]
+        for each in NODE_FOLDERS:
+            names += [f"{each}/{name}" for name in remote.sizes(f"{folder}/{each}") or {}]
         found = ((name, remote.read_if_there(f"{folder}/{name}")) for name in names)
         read = {name: content for name, content in found if content is not None}
         began = ""  # when the newest start of the run began there

@@ -54,10 +54,8 @@ class Block:
 
     def per_element(self) -> dict[str, torch.Tensor]:
         """Return {state: tensor} of the block's size; the master weights are one of them."""
-        return {
-            MASTER: self.tensor,
-            **{k: v for k, v in self.state.items() if _is_per_element(k, v, self.tensor)},
-        }
+        kept = {k: v for k, v in self.state.items() if _is_per_element(k, v, self.tensor)}
+        return {MASTER: self.tensor, **kept}
 
     def scalars(self) -> dict[str, int | float]:
         """Return the numbers that the optimizer keeps for the block, such as Adam's `step`."""
@@ -222,10 +220,7 @@ class PartitionedParameters(PartitionedOptimizer):
 
 
 def set_block(block: Block, reader: CheckpointReader) -> None:
-    """Set a block's master weights and optimizer states; only one piece of a parameter is in memory at a time.
-
-    Raises `UserError` if the checkpoint does not keep what this optimizer needs.
-    """
+    """Set a block's masters and states, one piece of a parameter in memory at a time; `UserError` if one is missing."""
     for piece in block.pieces:
         elements = reader.read(MASTER, piece.parameter, piece.start, piece.numel, piece.cut)
         piece.of(block.tensor).copy_(elements)

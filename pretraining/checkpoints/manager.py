@@ -79,12 +79,7 @@ class CheckpointManager(TrainerCallback):
         remote = section.upload and RemoteRun(section.upload, run.path.name)
         self.uploader = Uploader(run, remote, section.upload_mirror, self.retention) if remote else None
         self.writer = CheckpointWriter(
-            run,
-            commit_checkpoint,
-            after_commit=self._remove_old,
-            on_committed=self._upload,
-            background=section.background,
-            on_full_disk=section.on_full_disk,
+            run, commit_checkpoint, self._remove_old, self._upload, section.background, section.on_full_disk
         )
         self._last_saved: int | None = None
         self._last_logged: dict | None = None
@@ -112,11 +107,7 @@ class CheckpointManager(TrainerCallback):
             self._upload(folder)
 
     def load_state(self, trainer: OpenTrainer, folder: Path) -> None:
-        """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer from a checkpoint, in place.
-
-        Takes memory for the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint
-        does not fit the model or the optimizer.
-        """
+        """Set a prepared Trainer from a checkpoint, in place, piece by piece; `UserError` if that does not fit."""
         fetch = self.start.fetch or (None if self.run.disks.shared else fetch_nothing)
         reader = CheckpointReader(folder, fetch, first=dist.get_rank())
         live = live_state(trainer.model, trainer.optimizer)

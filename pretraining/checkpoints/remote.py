@@ -358,10 +358,7 @@ def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> str 
 
 
 def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
-    """Fetch one more file of a checkpoint into its folder; ranks of a node that want the same one wait for the first.
-
-    Returns True. Raises `UserError` if the store fails, or holds other bytes than were committed.
-    """
+    """Fetch one more file, for which ranks of a node wait together; returns True, or raises `UserError`."""
     entry = read_marker(folder)["files"][file]
     with long_work(), open(folder / f".{file}.lock", "w", opener=regular) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -66,12 +66,7 @@ STEP_SIZES = (STEP_SIZE, RAMP)  # keys that say how many tokens a step has
 
 
 def find_start(
-    run: RunFolder,
-    recipe: Recipe,
-    data: PreparedData,
-    resume: str,
-    allowed: Sequence[str],
-    layout: dict | None = None,
+    run: RunFolder, recipe: Recipe, data: PreparedData, resume: str, allowed: Sequence[str], layout: dict
 ) -> Start:
     """Find where to begin or continue; rank 0 decides, and every rank gets the same answer or the same `UserError`.
 
@@ -240,16 +235,9 @@ def begin_run(
         cuts = dataset.cut_shares()
         if cuts is not None:
             print(cuts_text(cuts))
-        run.add_event(
-            kind,
-            step=start.step,
-            checkpoint=start.checkpoint and start.checkpoint.name,
-            **plan.layout,
-            **disks,
-            **launch_details(),
-            # None: the blocks are not packed.
-            **({} if cuts is None else {"cuts": cuts}),
-        )
+        begun = {"step": start.step, "checkpoint": start.checkpoint and start.checkpoint.name, **plan.layout}
+        share = {} if cuts is None else {"cuts": cuts}  # None: the blocks are not packed
+        run.add_event(kind, **begun, **disks, **launch_details(), **share)
         if start.initial_weights and start.checkpoint is None:
             run.add_event(GIVEN, **start.initial_weights)
         plan.verdict.keep(run, start.step)
@@ -306,10 +294,8 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
             continue
         effect = _effect_on_rate(change, recipe, start)
         run.add_event("change_accepted", **change, **({"effect": effect} if effect else {}))
-        words = (
-            f"{change['key']} is {change['to']!r} from step {change['step']:,} on, and was {change['from']!r}"
-        )
-        print(f"accepted: {words}{'; ' if effect else ''}{effect}", flush=True)
+        words = f"accepted: {change['key']} is {change['to']!r} from step {change['step']:,} on"
+        print(f"{words}, and was {change['from']!r}{'; ' if effect else ''}{effect}", flush=True)
     if start.changes or known:
         write_json(run.changes, list(start.changes))
 

@@ -201,9 +201,8 @@ class Uploader:
             if self.remote.read_if_there(where) == content:
                 continue
             for name, entry in parcel.files_of(receipt).items():
-                self.remote.write(
-                    f"{parcel.name}/{name}", partial(parcel.chunks, name, entry), entry["bytes"]
-                )
+                chunks = partial(parcel.chunks, name, entry)
+                self.remote.write(f"{parcel.name}/{name}", chunks, entry["bytes"])
             self.remote.write_bytes(where, content)
 
     def _await(self, name: str, last: bool = False) -> bytes:

@@ -63,13 +63,9 @@ def ask(program: Sequence[str], question: str, **variables: str) -> dict:
     """
     quiet = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     # -P: no module of the working directory may take the place of a library
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", *program],
-        input=question,
-        capture_output=True,
-        text=True,
-        env={**variables_of_a_helper(), **quiet, **variables},
-    )
+    command, own = [sys.executable, "-P", "-W", "ignore", *program], {**quiet, **variables}
+    settings: dict = {"text": True, "env": {**variables_of_a_helper(), **own}}
+    done = subprocess.run(command, input=question, capture_output=True, **settings)
     # libraries may print before it: the answer is the last line
     lines = done.stdout.splitlines()
     if done.returncode or not lines:

@@ -20,11 +20,7 @@ from pretraining.outside.files import parse_json, read_bytes, regular
 
 @contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Write a file anew. What the block writes replaces `path` once the disk holds all of it.
-
-    mode: "w" for text in UTF-8, "wb" for bytes. If the block raises, the old file stays, with
-    `<name>.partial` beside it.
-    """
+    """Write a file anew: what the block writes, as text ("w") or bytes ("wb"), is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # in the same folder: a rename is atomic only within one filesystem
     partial = path.with_name(path.name + ".partial")

@@ -117,11 +117,7 @@ def read_place(folder: Path, rank: int) -> HeartbeatRecord | None:
 
 
 def gone_ranks(folder: Path, since: float, or_none: bool = False) -> list[HeartbeatRecord]:
-    """Return the places of the ranks whose processes are certainly gone.
-
-    since: UNIX seconds. A heartbeat written before that belongs to an earlier start. or_none: an empty list unless all
-    ranks are gone.
-    """
+    """Return ranks that are surely gone, by heartbeats since then (UNIX seconds). or_none: none unless all are."""
     places = []
     for path in sorted(folder.glob("rank-*.json")):
         # removed meanwhile, because its process has closed it; or somebody else's file

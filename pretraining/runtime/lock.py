@@ -62,12 +62,9 @@ def find_disks(folder: Path) -> Disks:
             hosts = gather_from_ranks(socket.gethostname())
             if None in first:
                 missing = first.index(None)
+                who = f"rank {missing} on {hosts[missing]}"
                 what = "does not see what the first rank of its node wrote there"
-                who, remedy = (
-                    f"rank {missing} on {hosts[missing]}",
-                    "all ranks of a node need one --output_dir",
-                )
-                raise UserError(f"{folder}: {who} {what}; {remedy}")
+                raise UserError(f"{folder}: {who} {what}; all ranks of a node need one --output_dir")
         gather_from_ranks(None)  # nobody looks any more
         return Disks(tuple(first), first[rank])
     finally:

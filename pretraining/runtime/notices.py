@@ -188,17 +188,10 @@ def notice_of(name: str, run: RunFolder, row: dict) -> dict:
 def run_command(command: str, notice: dict) -> None:
     """Run a shell command; it gets the notice as JSON on stdin, its main parts as variables. Raises `Failed`."""
     variables = {f"PRETRAINING_{key.upper()}": notice[key] for key in ("event", "run", "folder", "message")}
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        env={**variables_of_a_helper(), **variables},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # signals that launchers send to the run's processes are not for it
-        start_new_session=True,
-    )
+    settings: dict = {"text": True, "shell": True, "env": {**variables_of_a_helper(), **variables}}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    # a session of its own: signals that launchers send to the run's processes are not for it
+    process = subprocess.Popen(command, start_new_session=True, **settings, **pipes)
     try:
         _, complaint = process.communicate(json.dumps(notice, default=str) + "\n", timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
@@ -212,10 +205,7 @@ def run_command(command: str, notice: dict) -> None:
 
 
 def post(variable: str, notice: dict) -> None:
-    """Send the notice as JSON to the address that an environment variable holds.
-
-    Raises `Failed`: the address cannot be reached, or answers with an error. The reason does not repeat the address.
-    """
+    """Post the notice as JSON to the address in a variable; raises `Failed`, which does not repeat the address."""
     try:
         address = read_webhook(variable)
     except UserError as error:  # another host's environment than rank 0's

@@ -45,9 +45,8 @@ class SignalListener:
         # The pipe is written to at once, and a thread reads it.
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         # Around a fork the signals are blocked: the new process gets them once `_forget` is done.
-        hold, release = (
-            partial(signal.pthread_sigmask, how, ASKING) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
-        )
+        hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ASKING)
+        release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ASKING)
         os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_forget)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
@@ -138,17 +137,12 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
     those of this process, with bars that move. Raises `CommandEnded` with the command's exit code, and its last lines
     of stderr if `show` is given.
     """
-    process = subprocess.Popen(
-        command,
-        env=os.environ | environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if captured or show else None,
-        stderr=subprocess.PIPE if show else None,
-        text=True,
-        errors="replace",
-        # a session of its own: Ctrl-C in a terminal reaches the command once, from here
-        start_new_session=True,
-    )
+    settings: dict = {"env": os.environ | environment(), "text": True, "errors": "replace"}
+    stdout = subprocess.PIPE if captured or show else None
+    stderr = subprocess.PIPE if show else None
+    streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+    # a session of its own: Ctrl-C in a terminal reaches the command once, from here
+    process = subprocess.Popen(command, start_new_session=True, **settings, **streams)
 
     def read(lines: IO[str] | None, last: deque[str]) -> None:
         for line in lines or ():
@@ -197,9 +191,7 @@ def handlers_kept() -> Iterator[bool]:
 
 
 RESTART = "PRETRAINING_RESTART"  # variable: how many times a supervisor has started this run again
-STARTED = (
-    "PRETRAINING_STARTED"  # variable: UNIX seconds; the time limit counts from this start of the supervisor
-)
+STARTED = "PRETRAINING_STARTED"  # variable: UNIX seconds of the supervisor's start, for the time limit
 _TORCHRUN_RESTART = "TORCHELASTIC_RESTART_COUNT"
 _TORCHRUNS = ("torchrun", "torch.distributed.run", "accelerate")
 

@@ -227,11 +227,8 @@ class StepTotals(NamedTuple):
         """Return {"tokens_per_second", "step_seconds", "training_seconds"}; empty if no step was timed."""
         if self.steps <= 0 or self.seconds <= 0:
             return {}
-        return {
-            "tokens_per_second": self.tokens / self.seconds,
-            "step_seconds": self.seconds / self.steps,
-            "training_seconds": self.seconds,
-        }
+        step_seconds, rate = self.seconds / self.steps, self.tokens / self.seconds
+        return {"tokens_per_second": rate, "step_seconds": step_seconds, "training_seconds": self.seconds}
 
 
 def first_step(events: list[dict]) -> int:

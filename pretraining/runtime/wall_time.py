@@ -168,10 +168,9 @@ class WallTime:
             # after that row: the last save and validation, steps that are done again, the time until the next start
             claims = {}
             if after is None and reached > attempt.began:
-                saves = [
-                    row for row in events if row.get("event") == "save" and (step_of(row) or 0) >= before
-                ]
-                claims["saving"] = sum(float(row.get("blocked_seconds") or 0.0) for row in saves)
+                saves = [row for row in events if row.get("event") == "save"]
+                waits = [row.get("blocked_seconds") for row in saves if (step_of(row) or 0) >= before]
+                claims["saving"] = sum(float(each or 0.0) for each in waits)
                 claims["validation"] = min(validated, attempt.held_until) - reached - claims["saving"]
             _divide(spent, attempt.held_until - reached, claims, attempt.lost_as)
             begun_after = attempt.lost_as

@@ -140,9 +140,8 @@ class Supervisor:
         """Return the command; that of a torchrun whose meeting stays over with the next `--rdzv_id`."""
         if Path(self.command[0]).name != "torchrun" or not any("rdzv" in word for word in self.command):
             return self.command
-        asking = subprocess.Popen(
-            [*OPEN_COMMAND, *self.command], stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        words = [*OPEN_COMMAND, *self.command]
+        asking = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
         while asking.poll() is None and not self.asked:
             time.sleep(0.1)
         asking.kill()
