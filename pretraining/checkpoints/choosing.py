@@ -60,13 +60,7 @@ from pretraining.planning.quantities import several
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.runtime.process_group import (
-    from_rank,
-    from_rank_0,
-    gather_from_ranks,
-    rank_and_world_size,
-    together,
-)
+from pretraining.runtime.process_group import from_rank, from_rank_0, gather_from_ranks, own_rank, together
 from pretraining.runtime.run_folder import RunFolder
 
 _PIECE_BYTES = 16 << 20
@@ -417,7 +411,7 @@ class _Chooser:
                 return reason
         except UserError:
             return reason
-        if rank_and_world_size()[0] == 0:
+        if own_rank() == 0:
             line = f"{self.run.path / name} was damaged ({reason}): mended with the files of {remote.where(name)}"
             print(line, flush=True)
         return None
@@ -439,7 +433,7 @@ class _Chooser:
             path, entry = folder / name, files[name]
             for start in range(0, max(1, entry["bytes"]), _PIECE_BYTES):
                 piece = b""
-                if rank_and_world_size()[0] == owner:
+                if own_rank() == owner:
                     with path.open("rb") as file:
                         file.seek(start)
                         piece = file.read(_PIECE_BYTES)
@@ -484,6 +478,6 @@ def _not_partitioned(folder: Path, marker: dict, good: dict[int, set[str]]) -> s
     if marker.get("recipe", {}).get("model", {}).get("frozen"):
         return set(marker["files"])
     owner = min((first for first, names in good.items() if STATE_FILE in names), default=0)
-    mine = rank_and_world_size()[0] == owner and STATE_FILE in good[owner]
+    mine = own_rank() == owner and STATE_FILE in good[owner]
     state = from_rank(owner, read_json_value(folder / STATE_FILE) if mine else {})
     return {rank_file(0, marker["ranks"])} if state.get("buffers") else set()

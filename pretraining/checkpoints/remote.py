@@ -39,7 +39,7 @@ from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.process_group import own_rank
 
 FIRST_CONTACT_SECONDS = 60.0  # of a start, for a store: one that is silent then is probably misspelt
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
@@ -376,7 +376,7 @@ def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
 @contextmanager
 def fetching_bar(where: str, folder: Path, files: dict[str, dict]) -> Iterator[None]:
     """Show on rank 0's stderr, while the block runs, how much of these files the folder holds, by all ranks."""
-    if rank_and_world_size()[0] != 0:
+    if own_rank() != 0:
         yield
         return
 

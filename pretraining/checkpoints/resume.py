@@ -50,13 +50,7 @@ from pretraining.runtime.durable_files import replacing, replacing_folder, rows_
 from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.lock import move_lock
-from pretraining.runtime.process_group import (
-    from_rank,
-    from_rank_0,
-    gather_from_ranks,
-    rank_and_world_size,
-    together,
-)
+from pretraining.runtime.process_group import from_rank, from_rank_0, gather_from_ranks, own_rank, together
 from pretraining.runtime.processes import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import STARTS, RunFolder
 from pretraining.schema import check, differences, display_path, listed
@@ -387,7 +381,7 @@ def bring_history(run: RunFolder, upload: str | None) -> None:
     if remote is not None and from_rank_0(lambda: num_starts(in_store)) > starts[owner]:
         from_rank_0(lambda: write({name: remote.read_if_there(name) for name in RUN_FILES}))
     elif starts[owner] > starts[0]:
-        paths = [run.path / name for name in RUN_FILES if rank_and_world_size()[0] == owner]
+        paths = [run.path / name for name in RUN_FILES if own_rank() == owner]
         history = from_rank(owner, {path.name: path.read_bytes() for path in paths if path.exists()})
         from_rank_0(lambda: write(history))
 

@@ -49,6 +49,10 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def own_rank() -> int:
+    return rank_and_world_size()[0]
+
+
 def device_name() -> str:
     import torch
 
@@ -140,7 +144,7 @@ class Disks:
     @property
     def is_first(self) -> bool:
         """Return whether this rank writes what its run folder needs once."""
-        return rank_and_world_size()[0] == self.first_rank
+        return own_rank() == self.first_rank
 
     @property
     def has_rank_0(self) -> bool:
@@ -158,7 +162,7 @@ class Disks:
     def place(self) -> tuple[int, int]:
         """(number, count) of this rank among those that share its run folder."""
         ranks = self.groups()[self.first_rank]
-        return ranks.index(rank_and_world_size()[0]), len(ranks)
+        return ranks.index(own_rank()), len(ranks)
 
     def each(self, look: Callable[[], Answer]) -> dict[int, Answer]:
         """Return on every rank {first rank of a disk: what `look` returns there}; an error of one is raised on all."""
@@ -171,7 +175,7 @@ class Disks:
         """Return on every rank what `look` returns on the first rank of one disk."""
         if self.shared:
             return from_rank_0(look)
-        is_there = rank_and_world_size()[0] == first_rank
+        is_there = own_rank() == first_rank
         return from_rank(first_rank, together(look if is_there else lambda: None))
 
 
@@ -183,7 +187,7 @@ def is_first_to_report() -> bool:
 
     Not a collective: what a node lacks, a package or a compiler, ends its own ranks alone.
     """
-    rank, key, until = rank_and_world_size()[0], "pretraining/reported", time.monotonic() + SILENT_SECONDS
+    rank, key, until = own_rank(), "pretraining/reported", time.monotonic() + SILENT_SECONDS
     first = [rank == 0]  # of a single rank, which has no store, and if rank 0 has taken the store along
 
     def ask() -> None:
