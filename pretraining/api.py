@@ -168,8 +168,7 @@ def checked_run(words: Sequence[str]) -> tuple[Recipe, Path]:
 
 
 def train_command(words: Sequence[str], launcher: str) -> list[str]:
-    before = shlex.split(launcher) or [sys.executable]
-    return [*before, str(REPOSITORY / "train.py"), *words]
+    return [*(shlex.split(launcher) or [sys.executable]), str(REPOSITORY / "train.py"), *words]
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:

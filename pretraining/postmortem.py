@@ -220,7 +220,7 @@ class Evidence:
         self.hosts = {failure.rank: failure.host for failure in self.failures}
         self.hosts |= {place.rank: place.host for place in self.places}
         # (host, fault): what the ranks kept when they failed, then this machine's log, if ranks ran here
-        faults = {(each.host, fault.text): fault for each in self.failures for fault in each.kernel}
+        faults = {(each.host, fault.text): fault for each in self.failures for fault in each.faults}
         here = [place for place in self.places if is_gone(place)]
         if here:
             # only those that the kernel killed for memory, of all processes of this machine

@@ -215,7 +215,6 @@ class _Chooser:
         return max(journals, key=lambda journal: len(journal.rollbacks))
 
     def pass_over(self, candidate: Candidate, reason: str) -> None:
-        """Report a damaged checkpoint."""
         name, where = candidate.name, self.run.path / candidate.name
         if candidate.in_store and (self.in_parts or not candidate.on_disks):
             where = self.remote.where(name)

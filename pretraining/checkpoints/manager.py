@@ -211,8 +211,6 @@ class CheckpointManager(TrainerCallback):
 
 
 class RankShare(NamedTuple):
-    """What one rank writes of a checkpoint."""
-
     tensors: Mapping[str, torch.Tensor]  # by key; perhaps views of live tensors, which the next step changes
     files: Mapping[str, bytes]
     receipt: Mapping  # what else its receipt holds, as JSON

@@ -121,8 +121,6 @@ class Record:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a step is to run, and why."""
-
     runs: bool
     why: str
     state: str = UP_TO_DATE  # of a step that does not run

@@ -82,7 +82,6 @@ class Prepare(Step):
         return [kept.get(key) for key, _ in self.pipeline.recipe.data.text_origins]
 
     def inputs(self) -> dict:
-        """Describe the keys that decide the tokens, and the content of every source."""
         data, contents = self.pipeline.recipe.data, {}
         for (key, _), source, known in zip(data.text_origins, self.sources, self.kept_sources, strict=True):
             fingerprint = source.fingerprint()
@@ -100,7 +99,6 @@ class Prepare(Step):
         return digest_of(inputs["portions"], inputs["data"], contents)
 
     def examine(self) -> Decision:
-        """Compare the finished data with the recipe and its texts."""
         pipeline, place = self.pipeline, display_path(self.pipeline.data_folder)
         manifest = read_manifest(pipeline.data_folder)
         if manifest is None:
@@ -184,7 +182,6 @@ class Train(Step):
         return {"data": {key: manifest.get(key) for key in ("fingerprint", "origin")}}
 
     def examine(self) -> Decision:
-        """Compare the run folder with the recipe and the prepared data."""
         run, recipe = self.pipeline.run, self.pipeline.recipe.to_dict()
         place = display_path(run.path)
         if run.is_finished(recipe):
@@ -276,7 +273,6 @@ class Evaluate(Step):
     name = "evaluate"
 
     def inputs(self) -> dict:
-        """Describe the export, the validation tokens, and the recipe's section."""
         manifest = read_manifest(self.pipeline.data_folder) or {}
         validation = manifest.get("splits", {}).get("validation", {}).get("checksum")
         contents = {"the export": self.pipeline.content("export"), "the validation set": validation}

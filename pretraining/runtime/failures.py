@@ -151,15 +151,11 @@ class Failure:
     where: str  # the innermost line of this package or an extension: file:line in function
     traceback: str
     expected: bool  # whether it is an error with a remedy, of one line
-    faults: tuple[dict, ...] = ()  # what the kernel of its host had logged since the process began (`Fault`)
+    faults: tuple[Fault, ...] = ()  # what the kernel of its host had logged since the process began
 
     @property
     def is_consequence(self) -> bool:
         return not self.expected and bool(_CONSEQUENCES.search(self.error))
-
-    @property
-    def kernel(self) -> list[Fault]:
-        return [Fault(**fault) for fault in self.faults]
 
 
 @contextmanager
@@ -176,7 +172,7 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
         if run.has_begun or not expected:
             said = masked(str(error) if expected else f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
             text = masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]
-            faults = tuple(asdict(fault) for fault in kernel_faults(began))
+
             # the innermost frame that is ours; else the innermost of all
             frames, where = traceback.extract_tb(error.__traceback__), ""
             ours = [frame for frame in frames if PACKAGE in Path(frame.filename).parents]
@@ -184,7 +180,7 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
                 frame = (ours or frames)[-1]
                 name = Path(frame.filename).relative_to(PACKAGE.parent) if ours else frame.filename
                 where = f"{name}:{frame.lineno} in {frame.name}"
-            _keep(run, said, where, text, expected, faults)
+            _keep(run, said, where, text, expected, tuple(kernel_faults(began)))
         raise
 
 
@@ -216,4 +212,6 @@ def read_failures(run: RunFolder) -> list[Failure]:
     rows = [row for path in sorted(run.failures_folder.glob("rank-*.jsonl")) for row in read_rows(path)]
     names = {field.name for field in fields(Failure)}
     known = [{name: row[name] for name in names & row.keys()} for row in rows if fits(row, _ROW)]
-    return sorted((Failure(**row) for row in known), key=lambda f: f.time)
+    faults = [tuple(Fault(**fault) for fault in row.get("faults", ())) for row in known]
+    failures = [Failure(**{**row, "faults": each}) for row, each in zip(known, faults, strict=True)]
+    return sorted(failures, key=lambda failure: failure.time)

@@ -51,7 +51,6 @@ def kernel_bytes(name: str) -> int | None:
 
 
 def is_seen(path: Path) -> bool:
-    """Return whether the path exists and can be reached."""
     try:
         path.stat()
     except OSError:

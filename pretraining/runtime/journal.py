@@ -17,8 +17,6 @@ from pretraining.schema import check
 
 @dataclass(frozen=True)
 class Rollback:
-    """One return to an earlier step."""
-
     step: int  # the optimizer step whose loss caused it
     to_step: int  # the optimizer step of the checkpoint that the run returned to; 0 for the beginning
     samples: tuple[int, int]  # positions [first, last) of the global order that are left out from then on

@@ -244,5 +244,4 @@ def starts_again_after_a_signal() -> bool:
 
 
 def _restarts() -> int:
-    """Count the restarts by torchrun and by a supervisor above it."""
     return sum(int(os.environ.get(name, "0")) for name in (RESTART, _TORCHRUN_RESTART))

@@ -13,7 +13,6 @@ class Column(NamedTuple):
     write: str | Callable[[Any], str] = ""  # a format, or a function that writes the value
 
     def cell(self, row: Any) -> str:
-        """Return the text of one row's cell."""
         value = self.value(row) if callable(self.value) else row[self.value]
         if value is None:
             return "-"

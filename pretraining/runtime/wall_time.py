@@ -198,8 +198,6 @@ def _divide(spent: dict[str, float], seconds: float, claims: dict[str, float], r
 
 @dataclass(frozen=True)
 class Price:
-    """What a GPU costs."""
-
     dollars_per_gpu_hour: float
     source: str  # who says so: the recipe, or a provider of the price table with the date
 

@@ -150,7 +150,6 @@ class HostfileCommand:
         return [*self.words[: self.script], *chosen, script, *rest]
 
     def ssh(self, host: str) -> list[str]:
-        """Return the words that start a command there."""
         port = [] if self.options.ssh_port is None else ["-p", str(self.options.ssh_port)]
         # ssh takes the first of two values: what the user wrote for pdsh counts
         typed = shlex.split(os.environ.get(SSH_VARIABLE, ""))
