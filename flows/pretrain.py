@@ -156,8 +156,7 @@ def prepare(request: str, key: str) -> FlyteDirectory:
     """Make the token shards."""
     pipeline = open_pipeline(request)
     do(pipeline, "prepare")
-    # its parent: what `--data_dir` takes
-    return kept(request, pipeline.options.data_dir)
+    return kept(request, pipeline.options.data_dir)  # its parent: what `--data_dir` takes
 
 
 def on_nodes(nodes: int | str, **variables: str) -> Callable:

@@ -185,8 +185,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     if options.rehearse and options.while_preparing:
         raise UserError("--rehearse looks at finished data: leave --while_preparing out, or prepare first")
     if not planned:
-        # the launcher decides: its number may not be overridden
-        options.world_size = world_size_here()
+        options.world_size = world_size_here()  # the launcher decides: its number may not be overridden
     return options
 
 

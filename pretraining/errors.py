@@ -109,8 +109,7 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     except BrokenPipeError:
         # Whoever read the output has seen enough (`| head`); Python's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # 128 + SIGPIPE, as the shell reports a command that a closed pipe ends
-        sys.exit(141)
+        sys.exit(141)  # 128 + SIGPIPE, as the shell reports a command that a closed pipe ends
     except Exception as error:
         # after BrokenPipeError, which is an OSError too
         told = fault_in_user_code(error) or file_error(error)

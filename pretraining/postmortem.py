@@ -127,8 +127,7 @@ def look_back(folder: Path) -> Postmortem:
         # while the others still write is not yet the end
         gone = last.end == "silent" and gone_ranks(record.run.heartbeats, last.began)
         if gone or any(failure.time >= last.began for failure in read_failures(record.run)):
-            # by the clock alone it may be running, or silent
-            last.end = found.state = "crash"
+            last.end = found.state = "crash"  # by the clock alone it may be running, or silent
     failed = [attempt for attempt in starts if attempt.end in FAILED]
     if failed:
         found.failed = failed[-1]

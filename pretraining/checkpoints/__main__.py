@@ -351,8 +351,7 @@ class Prune:
         asked = {key: value for key, value in vars(options).items() if key in keys}
         rule |= {key: value for key, value in asked.items() if value is not None and value is not False}
         section = Checkpoints.of(rule)
-        # From markers and sizes: a plan reads no byte of the weights.
-        entries = catalogue(run)
+        entries = catalogue(run)  # from markers and sizes: a plan reads no byte of the weights
         committed = [each for each in entries if each["state"] == COMMITTED]
         kept = Retention(section, metric=metric).kept_steps(
             (each["step"], marker_or_nothing(run.path / each["folder"])) for each in committed

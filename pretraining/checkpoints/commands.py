@@ -80,8 +80,7 @@ def whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
 
 
 def write_export(*arguments: Any, **options: Any) -> None:
-    # Before transformers is imported: it makes that import faster.
-    prepare_imports()
+    prepare_imports()  # before transformers is imported: it makes that import faster
     from transformers.utils import logging
 
     from pretraining.checkpoints.export import export_checkpoint

@@ -155,8 +155,7 @@ class DiskPlace:
             path = folder / file
             try:
                 size = path.stat().st_size if path.is_file() else None
-                # the size first, without reading a byte
-                reason = size_fault(file, size, files[file])
+                reason = size_fault(file, size, files[file])  # the size first, without reading a byte
                 if reason or file_entry(path, progress) == files[file]:
                     return reason
             except OSError as error:

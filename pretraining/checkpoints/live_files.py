@@ -171,8 +171,7 @@ def fetch_records(address: str, place: Path) -> RunFolder:
     for name, contents in parts.items():
         path = run.path / name
         path.parent.mkdir(exist_ok=True)
-        # A log and the rows of failures begin with their time.
-        path.write_bytes(b"".join(sorted(contents)))
+        path.write_bytes(b"".join(sorted(contents)))  # a log and the rows of failures begin with their time
     if (newest := newest_stored(remote, -1)) is not None:
         name, marker, _ = newest
         (run.path / name).mkdir()

@@ -289,8 +289,7 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
             yield fragment_key(state, name, None), tensor
         for name, buffer in _persistent_buffers(live.model).items():
             yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
-    # uint8 states of torch's generators
-    yield "rng/torch", torch.random.get_rng_state()
+    yield "rng/torch", torch.random.get_rng_state()  # uint8 states of torch's generators
     if torch.cuda.is_available():
         yield "rng/cuda", torch.cuda.random.get_rng_state()
 

@@ -353,8 +353,7 @@ def to_store(files: dict[str, Path], address: str) -> dict:
         raise UserError(f"{store.where(LIST)}: no list of what was published ({error}); remove it") from None
     changed = [name for name in files if known.get(name) != entries[name]]
     if changed or known.keys() != entries.keys():
-        # the list must not vouch for files that are about to change
-        store.remove(LIST)
+        store.remove(LIST)  # the list must not vouch for files that are about to change
         for each in changed:
             store.write_file(each, files[each])
         for each in known.keys() - entries.keys():

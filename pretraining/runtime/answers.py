@@ -37,8 +37,7 @@ def answered(kind: str, depends_on: Sequence[str], key: str, ask: Callable[[], d
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(held.enter_context(file.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
-        # another rank of this machine may have asked meanwhile
-        answer = _kept(file, key) or ask()
+        answer = _kept(file, key) or ask()  # another rank of this machine may have asked meanwhile
         if "error" not in answer:
             with contextlib.suppress(OSError):
                 # renamed when complete, so that no rank reads half a file
@@ -66,8 +65,7 @@ def ask(program: Sequence[str], question: str, **variables: str) -> dict:
     command, own = [sys.executable, "-P", "-W", "ignore", *program], {**quiet, **variables}
     settings: dict = {"text": True, "env": {**variables_of_a_helper(), **own}}
     done = subprocess.run(command, input=question, capture_output=True, **settings)
-    # libraries may print before it: the answer is the last line
-    lines = done.stdout.splitlines()
+    lines = done.stdout.splitlines()  # libraries may print before it: the answer is the last line
     if done.returncode or not lines:
         last = (done.stderr.splitlines() or ["it said nothing"])[-1]
         return {"error": f"{' '.join(program).removeprefix('-m ')} ended with code {done.returncode}: {last}"}

@@ -59,8 +59,7 @@ def flush_folder(folder: Path) -> None:
 
 def sync_to_disk(path: Path) -> None:
     """Wait until the disk holds this file, or the names in this folder (fsync)."""
-    # read-only, because a folder cannot be opened for writing
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)  # read-only, because a folder cannot be opened for writing
     try:
         os.fsync(descriptor)
     finally:

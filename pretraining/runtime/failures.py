@@ -104,14 +104,12 @@ def kernel_faults(since: float, log: Path = LOG, most: int | None = MOST_FAULTS)
             try:
                 record = os.read(descriptor, RECORD_BYTES).decode("utf-8", errors="replace")
             except BrokenPipeError:
-                # old records were overwritten while this one was read: the next is there
-                continue
+                continue  # old records were overwritten while this one was read: the next is there
             except OSError:
                 break
             if not record:
                 break
-            # priority,number,microseconds,flags;text
-            head, _, rest = record.partition(";")
+            head, _, rest = record.partition(";")  # priority,number,microseconds,flags;text
             fields, text = head.split(","), rest.partition("\n")[0]
             if len(fields) < 3 or not fields[2].isdigit():
                 continue

@@ -137,8 +137,7 @@ def is_gone(place: HeartbeatRecord) -> bool:
         # field 22 of proc(5), the start time; the list begins at field 3. If it differs, the id was reused.
         return fields[0] in ENDED_STATES or int(fields[19]) != place.began
     try:
-        # signal 0 only asks if the process exists
-        os.kill(place.process, 0)
+        os.kill(place.process, 0)  # signal 0 only asks if the process exists
     except ProcessLookupError:
         return True
     except OSError:

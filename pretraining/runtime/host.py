@@ -46,8 +46,7 @@ def free_memory_bytes() -> int | None:
 def kernel_bytes(name: str) -> int | None:
     """Read one entry of /proc/meminfo, such as MemAvailable, SwapTotal or SwapFree; None if it is missing."""
     found = re.search(rf"^{name}: +(\d+) kB$", system_text(_MEMINFO), re.M)
-    # meminfo writes kB and means KiB
-    return int(found[1]) * 1024 if found else None
+    return int(found[1]) * 1024 if found else None  # meminfo writes kB and means KiB
 
 
 def is_seen(path: Path) -> bool:

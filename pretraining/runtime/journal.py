@@ -76,8 +76,7 @@ class Journal:
         for first, last in self.left_out:
             if sample < first:
                 break
-            # jump over this window, and compare the new position with the next one
-            sample += last - first
+            sample += last - first  # jump over this window, and compare the new position with the next one
         return sample
 
     def overtakes(self, step: int, known_rollbacks: int) -> bool:

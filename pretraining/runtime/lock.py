@@ -150,8 +150,7 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
             raise UserError(f"{folder}: another run is writing there ({holder}); {remedy}")
         time.sleep(0.1)
     os.register_at_fork(after_in_child=lock.close)  # else a data worker would keep the lock of a killed run
-    # the file may still hold the line of a process that was killed
-    lock.truncate(0)
+    lock.truncate(0)  # the file may still hold the line of a process that was killed
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock

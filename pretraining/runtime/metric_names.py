@@ -37,8 +37,7 @@ def grouped_names(values: dict) -> dict:
 
 def perplexity(nats: float) -> float:
     """Return e to the loss in nats per token; an infinite loss or a NaN stays one."""
-    # exp(710) overflows a float
-    return nats if nats == math.inf else math.exp(min(nats, 700.0))
+    return nats if nats == math.inf else math.exp(min(nats, 700.0))  # exp(710) overflows a float
 
 
 def lower_is_better(metric: str) -> bool:

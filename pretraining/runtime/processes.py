@@ -38,8 +38,7 @@ class SignalListener:
         self.in_vain = in_vain
         self.received: int | None = None
         self._read_end, write_end = os.pipe()
-        # set_wakeup_fd refuses a descriptor that blocks
-        os.set_blocking(write_end, False)
+        os.set_blocking(write_end, False)  # set_wakeup_fd refuses a descriptor that blocks
         self._before = {number: signal.signal(number, _wake_the_listener) for number in ASKING}
         # Python runs handlers between two instructions of the main thread, which may wait in a collective for minutes.
         # The pipe is written to at once, and a thread reads it.

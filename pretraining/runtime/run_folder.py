@@ -171,8 +171,7 @@ def events_of(rows: list[dict]) -> list[dict]:
 
 def results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
-    # a recipe from before a key means its default
-    evaluation = Evaluation.of(recipe.get("evaluation", {}))
+    evaluation = Evaluation.of(recipe.get("evaluation", {}))  # a recipe from before a key means its default
     named = {key: recipe.get(key) for key in ("name", "data")}
     return {**curve_parts(recipe), "evaluation": evaluation, **named}
 

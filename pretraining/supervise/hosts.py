@@ -114,8 +114,7 @@ class HostfileCommand:
         """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
         options, chosen = self.options, {}
         slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
-        # `beta@gamma:0,2`; no numbers: all
-        typed = options.include or options.exclude
+        typed = options.include or options.exclude  # `beta@gamma:0,2`; no numbers: all
         parts = [part.partition(":") for part in typed.split("@") if part]
         try:
             named = {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
@@ -167,8 +166,7 @@ class Hosts:
     codes: dict[str, int] = field(default_factory=dict)  # {host: the code that a rank told}, after `end`
 
     def __post_init__(self) -> None:
-        # read once: the file may be edited while the run goes on
-        self._slots = self.command.slots()
+        self._slots = self.command.slots()  # read once: the file may be edited while the run goes on
         self._first = next(iter(self._slots), None)
 
     def reach(self) -> None:
