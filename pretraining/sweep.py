@@ -146,8 +146,7 @@ def _folder_name(parts: Sequence[str]) -> str:
     return name
 
 
-ANOTHER_SWEEP = "; a sweep of other values needs an --output_dir of its own"
-"""Added where a point was begun by another recipe."""
+ANOTHER_SWEEP = "; a sweep of other values needs an --output_dir of its own"  # if another recipe began it
 
 
 def train_all(

@@ -350,8 +350,7 @@ class RankSave:
     num_bytes: int
     began: float  # seconds, from `time.perf_counter`
     waited_seconds: float  # how long this save waited for the previous one
-    blocked_seconds: float | None = None
-    """How long training waited, with the wait for the previous save; None while it still waits."""
+    blocked_seconds: float | None = None  # with the wait for the previous save; None while it still waits
     write_seconds: float = 0.0
     done: bool = False
     failed: bool = False

@@ -34,8 +34,7 @@ class StageChanges(NamedTuple):
     """What follows the checkpoint."""
 
     steps: int
-    decay: str | None = None
-    """How the rate goes from its stable value to `min_lr_ratio` of it: linear, cosine or 1-sqrt; None: it stays."""
+    decay: str | None = None  # linear, cosine or 1-sqrt, to `min_lr_ratio` of the stable rate; None: it stays
     min_lr_ratio: float = 0.0
     settings: tuple[str, ...] = ()  # `section.key=value` of the recipe, as `--set` takes them
     deepspeed: str | None = None  # another ds_config; None: the run's own

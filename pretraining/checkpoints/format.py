@@ -231,11 +231,9 @@ class Start:
     changes: tuple[dict, ...] = ()  # changed on request so far: {"step", "key", "from", "to"} each
     journal: Journal = NOTHING_HEALED
     starts_over: bool = False  # `--resume never`: what an earlier run left in the folder is set aside
-    fetch: Callable[[str], object] | None = None
-    """Brings a file of the checkpoint that this node lacks from the store; None: it needs nothing of it."""
+    fetch: Callable[[str], object] | None = None  # brings a file that is not here from the store
     initial_weights: dict | None = None  # source and digest of given weights; None: the run drew its own
-    validation: dict | None = None
-    """What was measured after its step: a checkpoint that was saved before that has it in the marker alone."""
+    validation: dict | None = None  # what was measured after its step, and is perhaps in the marker alone
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Start":

@@ -28,8 +28,7 @@ from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.schema import check
 
 _LIVE_SECONDS = 60.0
-LIVE_LOG_BYTES = 64 << 10
-"""How much of the end of a log is sent while the run lives: a log that grows is sent anew, as stores cannot append."""
+LIVE_LOG_BYTES = 64 << 10  # of the end of a log, which is sent anew if it grows: stores cannot append
 _LAST_SECONDS = 60.0  # how long the end of a run waits for a store that does not take its last files
 _FAILING_SECONDS = 10.0  # how long a rank that fails waits for the store: its launcher may kill it soon
 

@@ -23,8 +23,7 @@ from pretraining.outside.files import regular
 from pretraining.outside.masking import masked
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
-MOST_BYTES = 1_000_000
-"""Of a log. A full one, such as console.log, becomes console.1.log, in place of the one before it."""
+MOST_BYTES = 1_000_000  # of a log; a full console.log becomes console.1.log, in place of the one before it
 LONGEST_LINE = 2000  # characters of a line
 MOST_WAITING = 1000  # lines that wait in memory for the run folder; the newest are kept
 _START = re.compile(rb"^--- \S+Z .*$", re.MULTILINE)

@@ -18,8 +18,7 @@ GAVE_UP = 77  # the run could not heal itself: look before starting again
 
 NOT_RESTARTED = (FINISHED, USER_ERROR, STOPPED, GAVE_UP)
 
-SUPERVISOR = "PRETRAINING_SUPERVISOR"
-"""Variable: names a folder of this machine that a supervisor shares with the ranks it started."""
+SUPERVISOR = "PRETRAINING_SUPERVISOR"  # variable: names a folder that a supervisor shares with its ranks here
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", SUPERVISOR)
 """Variables that make a process a rank, or have it report its exit code as one."""
 

@@ -75,8 +75,7 @@ class Heartbeat:
         self.path.unlink(missing_ok=True)
 
 
-_work = SimpleNamespace(waits=0, done=0, growing=[])
-"""What the threads of this process have done, in any unit, and whether the main thread waits for it."""
+_work = SimpleNamespace(waits=0, done=0, growing=[])  # done by any thread, and whether the main one waits
 
 
 def work_done(amount: int = 1) -> None:

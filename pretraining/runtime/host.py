@@ -16,8 +16,7 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-_NO_LIMIT = 1 << 60
-"""Limits from here on mean no limit: cgroup v1 then reports a number near the largest there is, v2 the word max."""
+_NO_LIMIT = 1 << 60  # and more mean no limit: cgroup v1 then reports nearly the largest number, v2 `max`
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable: the network interface that gloo uses. Without it, gloo uses the one that the host's own name leads to."""

@@ -7,8 +7,7 @@ GROUPS = ("train", "eval", "throughput", "memory", "hardware", "stability", "cos
 PLACE = ("step", "time")
 """Where and when a row of metrics.jsonl was written. These are no metrics and have no group; `time` is UNIX seconds."""
 
-_UNGROUPED_ONCE = ("tokens_per_second", "step_seconds", "data_wait_share")
-"""Metrics of throughput in rows of older runs, which had no groups."""
+_UNGROUPED_ONCE = ("tokens_per_second", "step_seconds", "data_wait_share")  # in rows of older runs
 
 _RENAMED = {"throughput/gpu_utilization": "hardware/gpu_utilization"}  # name in rows of older runs: now
 

@@ -308,8 +308,7 @@ class RankGroups:
     degrees: Degrees = NOT_SPLIT
     rank: int = 0
     world_size: int = 1
-    sequence_group: dist.ProcessGroup | None = None
-    """The ranks that hold the parts of this rank's sequences, in their order; None if sequences are whole."""
+    sequence_group: dist.ProcessGroup | None = None  # with the parts of this rank's sequences, in order
 
     @property
     def data_ranks(self) -> int:

@@ -23,8 +23,7 @@ from pretraining.runtime.run_folder import STARTS, RunFolder, read_events
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INSISTING = (signal.SIGTERM, signal.SIGINT)
-SAME_REQUEST_SECONDS = 2.0
-"""Ctrl-C reaches a rank from the terminal and again through its launcher: within this time it is one request."""
+SAME_REQUEST_SECONDS = 2.0  # within which Ctrl-C from the terminal and from the launcher is one request
 _LAST_SECONDS = 5.0
 
 

@@ -35,8 +35,7 @@ CAUSES = {
 """{cause of lost time: how it is called}"""
 
 
-CLAIMED = ("saving", "validation", "data", "slow_rank", "counted")
-"""What rows say about their time, those first whose length is known best."""
+CLAIMED = ("saving", "validation", "data", "slow_rank", "counted")  # those first whose length is known best
 
 METRICS = {
     "step_seconds": SECONDS,
