@@ -13,8 +13,6 @@ the marker comes back in the same way: the first rank of each other disk writes 
 If a rank dies, its folder has no marker: it does not count as a checkpoint, and the next start removes it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -202,7 +200,7 @@ class CheckpointWriter:
                 if self._flight is not None:
                     time.sleep(_PAUSE_SECONDS)
 
-    def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def _open(self, save: "RankSave", tensors: Mapping[str, torch.Tensor]) -> bool:
         """Make the folder, once a disk; returns whether every rank has room to copy its tensors and write later."""
 
         def make_folder() -> None:
@@ -236,7 +234,7 @@ class CheckpointWriter:
             save.attempt(report)
         return False
 
-    def _start(self, save: RankSave, copies: Mapping[str, torch.Tensor] | None) -> None:
+    def _start(self, save: "RankSave", copies: Mapping[str, torch.Tensor] | None) -> None:
         """Start a thread for the rest of the work; `copies` is None if the rank's files are written already."""
 
         def work() -> None:
@@ -264,7 +262,7 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=work, name=f"save-{save.folder.name}", daemon=True)
         self._thread.start()
 
-    def _write(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _write(self, save: "RankSave", tensors: Mapping[str, torch.Tensor]) -> None:
         began = time.perf_counter()
         name = rank_file(self.rank, self.ranks)
         written = {name: write_rank_file(save.folder / name, tensors)}
@@ -277,7 +275,7 @@ class CheckpointWriter:
             self._messages.send(f"{save.name}/{name}", (save.folder / name).read_bytes())
         save.write_seconds = time.perf_counter() - began
 
-    def _commit(self, save: RankSave) -> None:
+    def _commit(self, save: "RankSave") -> None:
         """Write the marker once all receipts are here; every disk then holds it before old checkpoints are removed."""
 
         def take(receipt: str) -> None:
@@ -326,7 +324,7 @@ class CheckpointWriter:
         if self.on_full_disk == "stop":
             raise UserError(reason)
 
-    def _close(self) -> RankSave:
+    def _close(self) -> "RankSave":
         """Return the save that was in flight, once its thread has ended."""
         save, self._flight = self._flight, None
         if self._thread is not None:

@@ -10,8 +10,6 @@ that of the save, else all of them. Ranks decide together: what one of them does
 or `disks.each`.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections import Counter

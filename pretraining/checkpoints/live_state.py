@@ -4,8 +4,6 @@ An optimizer steps tensors. Without ZeRO each tensor is a parameter. With ZeRO e
 holds pieces of many parameters and padding. Here both are a `Block` with its `Piece`s.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,7 +80,7 @@ def _share_of(piece: Piece, rank: int, ranks: int) -> Piece:
     return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
 
 
-def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
+def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "LiveState":
     """Return the state of an unwrapped model and its optimizer, also if accelerate and DeepSpeed have wrapped it."""
     # accelerate wraps every optimizer, DeepSpeed's too.
     while type(optimizer).__module__.startswith("accelerate."):

@@ -6,8 +6,6 @@ that is an event and never stops the run. Only one checkpoint is uploaded at a t
 meantime, only the newest is uploaded, next or at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -139,7 +137,7 @@ class Uploader:
         if self.rank == 0:
             self.run.add_event(kind, **details)
 
-    def _send(self, parcel: Parcel) -> None:
+    def _send(self, parcel: "Parcel") -> None:
         """Send this rank's part, without what an interrupted upload has sent already."""
         began, upload = time.perf_counter(), f"{self._attempt}.{self._num_uploads}"
         if self.rank:
@@ -194,7 +192,7 @@ class Uploader:
             self.remote.remove_checkpoint(self._removed_here[0])
             self._removed_here.pop(0)
 
-    def _send_own(self, parcel: Parcel) -> None:
+    def _send_own(self, parcel: "Parcel") -> None:
         """Send the files of each saving rank that is this rank's to send, and then its receipt."""
         for receipt, content in parcel.receipts.items():
             where = f"{parcel.name}/{receipt}"
