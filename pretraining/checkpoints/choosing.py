@@ -451,10 +451,9 @@ def is_left_behind(folder: Path, journal: Journal) -> bool:
 
 def _marker_here(folder: Path) -> bytes:
     """Read the bytes of a marker; none if there is no readable one."""
-    try:
+    with suppress(OSError):
         return DiskPlace(folder.parent).marker(folder.name) or b""
-    except OSError:
-        return b""
+    return b""
 
 
 def _needed(marker: dict, ranks: list[int], layout: dict | None) -> set[str]:

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heapreplace
 from pathlib import Path
@@ -142,11 +143,9 @@ class DiskPlace:
         return read_bytes(path) if path.exists() else None
 
     def sizes(self, name: str) -> dict[str, int]:
-        try:
-            with os.scandir(self.path / name) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path / name) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        return {}
 
     def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
         folder = self.path / name

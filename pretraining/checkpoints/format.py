@@ -17,6 +17,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,10 +180,9 @@ def read_marker(folder: Path) -> dict:
 
 def marker_or_nothing(folder: Path) -> dict:
     """Read the marker; {} if it is missing, damaged or of another version: for callers that can do without."""
-    try:
+    with suppress(OSError, MarkerDamage, UserError):
         return read_marker(folder)
-    except (OSError, MarkerDamage, UserError):
-        return {}
+    return {}
 
 
 def parse_marker(raw: bytes, folder: Path | str) -> dict:

@@ -103,10 +103,9 @@ _NODE = object_of({"name": NAME, **dict.fromkeys(("host", "began", "store"), TEX
 
 
 def _node(run: RunFolder) -> dict:
-    try:
+    with suppress(OSError, ValueError, UserError):
         return check(read_json_value(run.node), _NODE, str(run.node))
-    except (OSError, ValueError, UserError):
-        return {}
+    return {}
 
 
 class LiveFiles:

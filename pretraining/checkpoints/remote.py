@@ -87,10 +87,9 @@ class RemoteRun(Store):
         """Read a small file; None if there is none."""
 
         def read() -> bytes | None:
-            try:
+            with suppress(FileNotFoundError):  # `ask` would report it as a wrong address
                 return self._whole(path)
-            except FileNotFoundError:  # `ask` would report it as a wrong address
-                return None
+            return None
 
         return self.patience.ask(read, self.where(path))
 

@@ -6,6 +6,7 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,12 +87,10 @@ class Record:
         self.path = run.pipeline
         self.steps: dict[str, dict] = {}
         self.files: dict[str, dict] = {}
-        try:
+        # none yet, or another file of that name: then every step looks at what is there
+        with suppress(OSError, ValueError, KeyError, TypeError):
             kept = read_json_value(self.path)
             self.steps, self.files = dict(kept["steps"]), dict(kept["files"])
-        # none yet, or another file of that name: then every step looks at what is there
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
 
     def add(self, step: str, entry: Mapping[str, Any]) -> None:
         """Keep what a step has done; the whole record is written, also into a folder that has replaced the old one."""

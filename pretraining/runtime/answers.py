@@ -48,11 +48,10 @@ def answered(kind: str, depends_on: Sequence[str], key: str, ask: Callable[[], d
 
 
 def _kept(file: Path, key: str) -> dict | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         answer = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return answer if isinstance(answer, dict) and key in answer else None
+        return answer if isinstance(answer, dict) and key in answer else None
+    return None
 
 
 def ask(program: Sequence[str], question: str, **variables: str) -> dict:

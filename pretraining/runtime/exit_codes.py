@@ -39,16 +39,12 @@ def supervisor_file(name: str) -> Path | None:
 
 def tell_exit_code(code: int) -> None:
     """Write the code for the supervisor of this machine, if there is one. The first code of an attempt counts."""
-    path = supervisor_file("exit_code")
-    if path is not None:
-        with contextlib.suppress(OSError):
-            # of an attempt which the launcher itself has repeated
-            if path.stat().st_mtime < _BEGAN:
-                path.unlink()
-        try:
-            # "x" fails if the file exists: the codes of later ranks follow from the first one
-            with path.open("x") as file:
-                file.write(str(code))
-        # another rank was first, or the folder is gone; the process ends in either case
-        except OSError:
-            return
+    if (path := supervisor_file("exit_code")) is None:
+        return
+    with contextlib.suppress(OSError):
+        # of an attempt which the launcher itself has repeated
+        if path.stat().st_mtime < _BEGAN:
+            path.unlink()
+    # "x" fails if another rank was first, from whose code those of later ranks follow, or if the folder is gone
+    with contextlib.suppress(OSError), path.open("x") as file:
+        file.write(str(code))

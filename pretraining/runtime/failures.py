@@ -91,33 +91,29 @@ class Fault:
 
 def kernel_faults(since: float, log: Path = LOG, most: int | None = MOST_FAULTS) -> list[Fault]:
     """Read the newest faults logged since then (UNIX seconds), the newest last; empty if the log cannot be read."""
-    try:
-        # not blocking: at its end the log would wait for the next message
-        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return []
     # the log counts from the start of the machine
     started = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
     faults: list[Fault] = []
-    try:
+
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)  # at its end the log would wait for the next message
+
+    with contextlib.suppress(OSError), open(log, "rb", buffering=0, opener=opened) as file:
         while True:
             try:
-                record = os.read(descriptor, RECORD_BYTES).decode("utf-8", errors="replace")
+                record = file.read(RECORD_BYTES)
             except BrokenPipeError:
                 continue  # old records were overwritten while this one was read: the next is there
-            except OSError:
-                break
             if not record:
                 break
-            head, _, rest = record.partition(";")  # priority,number,microseconds,flags;text
+            # priority,number,microseconds,flags;text
+            head, _, rest = record.decode("utf-8", errors="replace").partition(";")
             fields, text = head.split(","), rest.partition("\n")[0]
             if len(fields) < 3 or not fields[2].isdigit():
                 continue
             when, killed = started + int(fields[2]) / 1e6, _KILLED.search(text)
             if when >= since and (killed or _XID.search(text) or _OTHERS.search(text)):
                 faults.append(Fault(when, text, int(killed["process"]) if killed else None))
-    finally:
-        os.close(descriptor)
     return faults if most is None else faults[-most:]
 
 

@@ -109,10 +109,9 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 def read_place(folder: Path, rank: int) -> HeartbeatRecord | None:
     """Read the rank's newest heartbeat; None if it has none, or is writing it."""
-    try:
+    with suppress(OSError, ValueError, TypeError):
         return HeartbeatRecord(**read_json_value(heartbeat_path(folder, rank)))
-    except (OSError, ValueError, TypeError):
-        return None
+    return None
 
 
 def gone_ranks(folder: Path, since: float, or_none: bool = False) -> list[HeartbeatRecord]:
@@ -137,26 +136,22 @@ def is_gone(place: HeartbeatRecord) -> bool:
         return fields[0] in ENDED_STATES or int(fields[19]) != place.began
     try:
         os.kill(place.process, 0)  # signal 0 only asks if the process exists
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass  # another user's, which the system hides
+    except OSError as error:  # of another user's process the system may say nothing
+        return isinstance(error, ProcessLookupError)
     return False
 
 
 def this_machine() -> str:
     """Name the place in which process ids are unique, by host, last boot and container; empty if that is hidden."""
-    try:
+    with suppress(OSError):
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
+    return ""
 
 
 def process_fields(process: int) -> list[str]:
     """Return state, parent and further fields of a process, in the order of proc(5); empty if there are none."""
-    try:
+    with suppress(OSError):
         # after the last ")": the command's name before it may hold spaces and brackets
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return []

@@ -49,11 +49,10 @@ def kernel_bytes(name: str) -> int | None:
 
 
 def is_seen(path: Path) -> bool:
-    try:
+    with suppress(OSError):
         path.stat()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def existing_folder(path: Path) -> Path:
@@ -102,10 +101,9 @@ def cores() -> float:
 
 def system_text(path: Path) -> str:
     """Read a file of /proc or /sys; an empty string if it cannot be read."""
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return ""
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:

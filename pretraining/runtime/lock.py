@@ -165,24 +165,21 @@ def move_lock(folder: Path, new_folder: Path) -> None:
 def _try_lock(path: Path) -> TextIO | None:
     """Return the locked file, or None if another process holds it, or has just removed it."""
     file = os.fdopen(regular(str(path), os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8")
-    try:
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
         # the system releases it when the process ends, however it ends
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The last holder may have removed the file between open and flock: a lock on it would keep nobody out.
         if os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
     file.close()
     return None
 
 
 def _holder(path: Path) -> str | None:
     """Return what the process that holds the lock wrote about itself; None if it has left meanwhile."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return read_bytes(path).decode("utf-8", "backslashreplace")[:200]
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def release(lock: TextIO, folder: Path) -> None:

@@ -189,10 +189,9 @@ def unix_seconds(when: str) -> int:
 
 def event_seconds(event: dict) -> float:
     """Read the UNIX seconds of an event; infinity if it has no time."""
-    try:
+    with suppress(KeyError, TypeError, ValueError):
         return float(unix_seconds(event["time"]))
-    except (KeyError, TypeError, ValueError):
-        return float("inf")
+    return float("inf")
 
 
 def step_of(event: dict) -> float | None:
@@ -289,8 +288,7 @@ def trained_on_processor(environment: dict) -> bool:
 def git(*arguments: str) -> str | None:
     """Return what git says of this checkout; None without git, and in a wheel: a repository around it is not ours."""
     command, settings = ["git", "-C", str(REPOSITORY), *arguments], {"errors": "replace", "timeout": 10}
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         said = None if IS_WHEEL else subprocess.run(command, capture_output=True, check=True, **settings)
         return said and said.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None

@@ -109,23 +109,17 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
 
 def _end_of(rows: list[dict], following: dict | None) -> tuple[str, dict]:
     """Return how an attempt ended, and by which event; without one, it runs if no start follows."""
-    # started again by its launcher, or by the supervisor
-    goes_on = bool(following and following.get("restart"))
+    ends = {"end": "finished", "hang": "hang", "gave_up": "gave up", "failed": "crash"}
+    if following:
+        ends["rollback"] = "rollback"
     for event in reversed(rows):
-        match event.get("event"):
-            case "end":
-                return "finished", event
-            # "asked" is only written if nobody asked, as when the launcher was gone
-            case "stopped" if event.get("asked", True):
-                return "met anew" if goes_on else "stopped", event
-            case "hang":
-                return "hang", event
-            case "gave_up":
-                return "gave up", event
-            case "rollback" if following:
-                return "rollback", event
-            case "failed":
-                return "crash", event
+        kind = event.get("event")
+        # "asked" is only written if nobody asked, as when the launcher was gone
+        if kind == "stopped" and event.get("asked", True):
+            # started again by its launcher, or by the supervisor
+            return "met anew" if following and following.get("restart") else "stopped", event
+        if kind in ends:
+            return ends[kind], event
     return "crash" if following else "running", {}
 
 

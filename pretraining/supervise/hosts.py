@@ -40,11 +40,9 @@ def started_here(folder: Path) -> list[int]:
     wanted = f"{SUPERVISOR}={folder}".encode()
     started = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             if wanted in (process / "environ").read_bytes().split(b"\0"):
                 started.append(int(process.name))
-        except OSError:  # it has ended meanwhile, or belongs to another user
-            continue
     return started
 
 
@@ -208,11 +206,9 @@ class Hosts:
     def send(self, word: str) -> None:
         """Give every agent a word; one that is gone gets none."""
         for agent in self.agents.values():
-            try:
+            with contextlib.suppress(OSError):
                 agent.stdin.write(f"{word}\n")
                 agent.stdin.flush()
-            except OSError:
-                continue
 
     def watch(self, launcher: subprocess.Popen, say: Callable[[str], None]) -> threading.Thread:
         """Watch the hosts until the launcher's end, in a thread; if one is lost, end the others, which wait for it."""
