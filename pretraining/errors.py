@@ -49,10 +49,7 @@ def place_keys(sections: Iterable[str], where: str) -> None:
 
 
 class UserError(Exception):
-    """Something that the user can mend: the message says what is wrong, where, and what to do, on one line.
-
-    `on_every_rank` says whether all ranks meet the same error; then only rank 0 reports it.
-    """
+    """What the user can mend: one line says what, where, and what to do. on_every_rank: rank 0 alone reports it."""
 
     exit_code = USER_ERROR
 
@@ -135,10 +132,7 @@ def fault_in_user_code(error: BaseException) -> UserError | None:
 
 
 def file_error(error: BaseException, folder: Path | None = None) -> UserError | None:
-    """Return the `UserError` of a file, disk or memory that cannot be used; None for any other error, a bug of ours.
-
-    folder: the place to name if the error itself names no file.
-    """
+    """Return the `UserError` of a file, disk or memory that fails; None: a bug of ours. folder: if no file is named."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     if not isinstance(error, OSError | MemoryError) or number not in FILE_ERRORS:
         return None

@@ -60,15 +60,13 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
 DONE, WRITING, FAILED = 0, 1, 2  # how far a save is; over all ranks the largest counts
 
-Commit = Callable[[Path, dict], None]
-"""Takes the folder and the marker without its files. Writes the marker, after which the checkpoint counts."""
 Result = TypeVar("Result")
 
 
 class CheckpointWriter:
     """Writes checkpoints of a run; every rank makes one, and calls the same methods at the same steps.
 
-    commit: called on rank 0 once the disk holds the files of all ranks. after_commit: called on rank 0 after it
+    commit: writes the marker on rank 0, once the disk holds all ranks' files. after_commit: called on rank 0 after it
     (retention). on_committed: called on every rank with the folder, at the step boundary at which all ranks know of the
     commit (upload). background: False writes the same bytes while the caller waits. on_full_disk: if files cannot be
     written, "stop" raises `UserError` on every rank, and "continue" writes an event and goes on training.
@@ -77,7 +75,7 @@ class CheckpointWriter:
     def __init__(
         self,
         run: RunFolder,
-        commit: Commit,
+        commit: Callable[[Path, dict], None],
         after_commit: Callable[[], None] = lambda: None,
         on_committed: Callable[[Path], None] = lambda folder: None,
         background: bool = True,
@@ -158,10 +156,7 @@ class CheckpointWriter:
             time.sleep(_PAUSE_SECONDS)
 
     def poll(self) -> None:
-        """Exchange how far the ranks are with the save in flight, if there is one; called at each step boundary.
-
-        If a rank could not write, raises the reason on every rank, unless `on_full_disk` says to go on.
-        """
+        """Exchange, at a step boundary, how far the save in flight is; a failure stops every rank, or is an event."""
         if self._flight is None:  # on all ranks or on none, so nobody waits in the exchange
             return
         # One number at each step; thousands of reports are exchanged once, at the end of the save.

@@ -189,10 +189,7 @@ class _Chooser:
         return candidates[::-1] if self.in_parts else candidates
 
     def newest_in_store(self, here: int, below: int) -> tuple[str, bytes, str | None] | None:
-        """Return what `newest_stored` does of steps from `here` on; an unreachable store is an event.
-
-        here: the newest step on the disks; -1: there is none, so that the `UserError` is raised.
-        """
+        """Do what `newest_stored` does from step `here` on; if disks hold none (-1), an unreachable store raises."""
         try:
             remote = self.remote.at_first_contact()
             if below == sys.maxsize:  # only at the first call of a start
@@ -358,10 +355,7 @@ class _Chooser:
                     file.write(content)
 
     def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
-        """Make the checkpoint's folder on this disk, and remove files from it that are not the checkpoint's.
-
-        Returns the files that it holds in their sizes, and what is wrong with the first of the others.
-        """
+        """Make the folder here, without foreign files; returns those of the right size, and a fault of another."""
         folder = self.run.path / candidate.name
         # that of a disk which missed the step's validation may lack metrics, and names the same files
         if marker_or_nothing(folder).get("files") != files:

@@ -238,7 +238,7 @@ def exponential_average(trainer: Trainer) -> Iterator[None]:
 
 
 def averaged(reader: CheckpointReader, parameter: str, exponential: bool = False) -> torch.Tensor:
-    """Read a parameter's masters, averaged if the run averages them, in fp32. exponential: read the kept average."""
+    """Read masters in fp32, averaged if the run averages them. exponential: the kept average, if there is one."""
     if exponential and reader.has(AVERAGE, parameter):
         return assemble(reader, parameter, AVERAGE)
     masters = assemble(reader, parameter)

@@ -179,10 +179,7 @@ def fetch_records(address: str, place: Path) -> RunFolder:
 
 @contextmanager
 def records_of(run: str) -> Iterator[tuple[Path, str]]:
-    """Yield a folder with the records of all ranks, and its name: that of the run, or its address in a store.
-
-    run: a run folder, or an address. If it is the folder of one node among several, the store has the others' records.
-    """
+    """Yield a folder with the records of all ranks, and its name; for one node's folder the store has the others'."""
     if not is_remote(run) and (Path(run) / NODES).is_dir():
         run = address = str(Path(run).absolute())  # the run's place in a store that is mounted here
     else:

@@ -268,11 +268,7 @@ def _refusal(error: Exception, what: str) -> UserError | None:
 def newest_stored(
     remote: RemoteRun, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
 ) -> tuple[str, bytes, str | None] | None:
-    """Find the newest checkpoint of the store with a marker and a step between `above` and `below`.
-
-    Checkpoints that a rollback of `journal` has left behind do not count. Returns its name, the bytes of its marker,
-    and what is wrong with that or None; None if there is no such checkpoint.
-    """
+    """Find the newest marker with a step in between that `journal` leaves: (name, bytes, what is wrong or None)."""
     for name in remote.checkpoints():
         # each look at a marker is a request to the store
         if not above < step_in(name) < below or (content := remote.marker(name)) is None:

@@ -313,10 +313,7 @@ class CheckpointReader:
     def read(
         self, state: str, parameter: str, start: int = 0, numel: int | None = None, cut: Cut | None = None
     ) -> torch.Tensor:
-        """Return the elements [start, start + numel) of a state of the flattened parameter, as a new 1-D tensor.
-
-        cut: count in this cut of the parameter. Raises `UserError` if the files do not cover the slice.
-        """
+        """Return elements of a flattened state, or of its `cut`, as a new tensor; `UserError` if some are missing."""
         while True:
             try:
                 return self._read(state, parameter, start, numel, cut)

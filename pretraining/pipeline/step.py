@@ -102,10 +102,7 @@ class Record:
         return self.steps.get(step, {}).get("facts", {})
 
     def content(self, name: str, files: Mapping[str, Path]) -> str | None:
-        """Compute the digest of the content of files, and keep it under a name; None if one is missing.
-
-        Size and time of each only say whether it must be read again.
-        """
+        """Compute the digest of files, read again if a size or time differs, and keep it; None if one is missing."""
         try:
             stats = {each: path.stat() for each, path in sorted(files.items())}
         except FileNotFoundError:

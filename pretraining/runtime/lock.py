@@ -32,10 +32,7 @@ _OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "r
 
 
 def find_disks(folder: Path) -> Disks:
-    """Find which ranks see the same `folder`, which is made if it is missing; every rank calls this.
-
-    Raises `UserError` on every rank if a rank does not see the folder of the first rank of its own node.
-    """
+    """Find which ranks see the same `folder`; all ranks call it, and raise if one does not see that of its node."""
     rank, ranks = rank_and_world_size()
     if ranks == 1:
         return Disks((0,))
@@ -86,10 +83,10 @@ def _appears(folder: Path, names: list[str]) -> str | None:
             list(folder.iterdir())
 
 
-def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+def is_network_disk(folder: Path) -> bool:
     """Return whether other machines may write to the disk of this folder; True if the system does not say."""
     try:
-        rows = [line.split() for line in mounts.read_text().splitlines()]
+        rows = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return True
     path = folder.absolute()

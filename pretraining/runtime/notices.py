@@ -164,10 +164,7 @@ def notices(run: RunFolder, name: str, settings: Notify | None) -> Iterator[None
 
 
 def notice_of(name: str, run: RunFolder, row: dict) -> dict:
-    """Return what a receiver gets: {"event", "run", "folder", "host", "message", "text", "content", "details"}.
-
-    The message is there three times: Slack and Teams show `text`, Discord shows `content`.
-    """
+    """Return what a receiver gets: Slack and Teams show its `text`, Discord its `content`, both are the `message`."""
     try:
         words = WORDS[row["event"]].format_map(row)
     except (KeyError, ValueError):  # an event of another kind, or without one of its usual details

@@ -300,10 +300,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Where this rank is among the ranks of a run. Tensor parallelism is innermost, then sequence, then data.
-
-    So rank = (data_rank * sequence + sequence_part) * tensor + tensor_part.
-    """
+    """Where this rank is: rank = (data_rank * sequence + sequence_part) * tensor + tensor_part."""
 
     degrees: Degrees = NOT_SPLIT
     rank: int = 0

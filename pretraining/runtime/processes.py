@@ -77,10 +77,7 @@ def ignore_in_worker() -> None:
 
 
 def kill_workers() -> None:
-    """Kill the data workers that are left. It is for the exit: `atexit.register(kill_workers)`.
-
-    multiprocessing would send them SIGTERM there, which they ignore, and then wait for them without a limit.
-    """
+    """Kill, at exit, the data workers that are left: they ignore multiprocessing's SIGTERM, and it would wait."""
     import multiprocessing  # not above: a plan does without
 
     for process in multiprocessing.active_children():

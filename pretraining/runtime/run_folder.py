@@ -103,10 +103,7 @@ class RunFolder:
                 release(lock, self.path)
 
     def is_finished(self, recipe: dict) -> bool:
-        """Return whether this folder holds the finished run of this recipe, so that nothing is left to do.
-
-        Settings that change neither the curve nor the measurements may differ.
-        """
+        """Return whether the finished run of this recipe is here; only what changes no result of it may differ."""
         try:
             written = read_json_value(self.recipe)
             # an older version's file may lack keys or have another shape: then it is not the same recipe
