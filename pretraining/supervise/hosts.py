@@ -110,7 +110,7 @@ class HostfileCommand:
 
     def slots(self) -> dict[str, list[int]]:
         """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
-        options, chosen = self.options, {}
+        options = self.options
         slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
         typed = options.include or options.exclude  # `beta@gamma:0,2`; no numbers: all
         parts = [part.partition(":") for part in typed.split("@") if part]
@@ -119,14 +119,13 @@ class HostfileCommand:
         except ValueError:
             what = f"{typed!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
             raise UserError(f"{options.hostfile}: {what}") from None
-        for host, numbers in named.items():
-            if host not in slots:
-                raise UserError(f"{options.hostfile}: it has no host {host}, which the command names")
-            if options.include:
-                chosen[host] = numbers or slots[host]
-            else:
+        if unknown := [host for host in named if host not in slots]:
+            raise UserError(f"{options.hostfile}: it has no host {unknown[0]}, which the command names")
+        if options.include:
+            slots = {host: named[host] or every for host, every in slots.items() if host in named}
+        else:
+            for host, numbers in named.items():
                 slots[host] = [each for each in slots[host] if numbers and each not in numbers]
-        slots = {host: chosen[host] for host in slots if host in chosen} if options.include else slots
         if options.num_nodes > 0:
             slots = dict(list(slots.items())[: options.num_nodes])
         if options.num_gpus > 0:
