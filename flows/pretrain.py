@@ -30,6 +30,7 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 from flytekitplugins.kfpytorch import Elastic
 
+from pretraining.api import words_of
 from pretraining.data.checksums import digest_of
 from pretraining.data.streaming.cache import GIGABYTES_VARIABLE
 from pretraining.data.streaming.remote_data import SHARE_OF_CACHE
@@ -45,28 +46,22 @@ from pretraining.recipe import load_recipe
 from pretraining.runtime.exit_codes import GAVE_UP, USER_ERROR
 from pretraining.runtime.run_folder import RunFolder, results_of
 
-FORMAT = "2"
-"""Of the keys: another number makes every task run again."""
-SMALL = Resources(cpu="1", mem="4Gi")
-"""Of tasks that read and write some files."""
+FORMAT = "2"  # of the keys: another number makes every task run again
+SMALL = Resources(cpu="1", mem="4Gi")  # of tasks that read and write some files
 PREPARING = Resources(cpu="8", mem="32Gi")
 EVALUATING_SPARE_BYTES = 8 << 30
-SHOWN_EVERY_SECONDS = 60.0
-"""How often the training task looks for a newer page of the run, to show it as its deck."""
+SHOWN_EVERY_SECONDS = 60.0  # how often the training task looks for a newer page of the run, its deck
 OF_ELASTIC = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 OF_ELASTIC += ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
 """Variables with which Elastic makes its worker a rank. It is none: it starts the ranks of its node."""
-TIMES_LONGER = 3
-"""How much longer than planned a run may take before Flyte ends it."""
-ENDS = (USER_ERROR, GAVE_UP)
-"""Exit codes after which the same task would end in the same way."""
+TIMES_LONGER = 3  # how much longer than planned a run may take before Flyte ends it
+ENDS = (USER_ERROR, GAVE_UP)  # exit codes after which the same task would end in the same way
 
 
 class Outcome(NamedTuple):
     """What the workflow returns."""
 
-    evaluation: str
-    """JSON of `python -m pretraining.evaluation`."""
+    evaluation: str  # JSON of `python -m pretraining.evaluation`
     report: FlyteFile
 
 
@@ -86,14 +81,12 @@ def open_pipeline(request: str, data: FlyteDirectory | None = None, run: Path | 
         settings.append(f"checkpoints.upload={json.dumps(asked['store'])}")
     recipe = load_recipe(asked["recipe"], settings)
     place = Path(asked["folder"] or current_context().working_directory)
-    words = ["--recipe", asked["recipe"], *(word for text in settings for word in ("--set", text))]
-    words += ["--data_dir", str(place / "data"), "--output_dir", str(run or place / "runs" / recipe.name)]
-    words += ["--world_size", str(asked["world_size"]), "--restarts", str(asked["restarts"])]
     if not asked["launcher"] and asked["world_size"] > 1:
         asked["launcher"] = f"deepspeed --num_gpus={asked['world_size']}"
-    for option in ("deepspeed", "launcher", "gpu", "publish"):
-        words += [f"--{option}", asked[option]] if asked[option] else []
-    pipeline = Pipeline(parse(words))
+    options = {key: asked[key] for key in ("recipe", "world_size", "restarts")}
+    options |= {key: asked[key] or None for key in ("deepspeed", "launcher", "gpu", "publish")}
+    options |= {"data_dir": place / "data", "output_dir": run or place / "runs" / recipe.name}
+    pipeline = Pipeline(parse(words_of({**options, "set": settings})))
     pipeline.gpu = asked["gpu"] or None  # that of this machine does not count
     if data is not None:
         pipeline.options.data_dir = data.remote_source or Path(data.path)
@@ -127,9 +120,8 @@ def needed(pipeline: Pipeline, asked: dict) -> dict:
     ranks = world_size // nodes
     if ranks * nodes != world_size or (gpu and ranks > gpu.gpus_per_node):
         most = f", and a node has {gpu.gpus_per_node} {gpu.name}" if gpu else ""
-        raise UserError(
-            f"world_size {world_size}, nodes {nodes}: each node has the same number of ranks{most}"
-        )
+        asked_for = f"world_size {world_size}, nodes {nodes}"
+        raise UserError(f"{asked_for}: each node has the same number of ranks{most}")
     if nodes > 1 and not (asked["folder"] or pipeline.recipe.checkpoints.upload):
         raise UserError(f"nodes {nodes}: name a store for checkpoints, or a folder that all nodes see")
     setup = Setup(pipeline.recipe, pipeline.ds_config, world_size)
@@ -154,11 +146,7 @@ def plan(request: str) -> str:
     asked, context = json.loads(request), FlyteContextManager.current_context()
     if asked["nodes"] > 1 and context.execution_state.is_local_execution():
         raise UserError("nodes: this machine is one; add --remote behind `pyflyte run`, or leave --nodes out")
-    facts = {
-        "needs": needed(pipeline, asked),
-        "keys": keys_of(pipeline),
-        "facts": Plan(pipeline).run(),
-    }
+    facts = {"needs": needed(pipeline, asked), "keys": keys_of(pipeline), "facts": Plan(pipeline).run()}
     Deck("plan", f"<pre>{html.escape(json.dumps(facts, indent=2))}</pre>")
     return json.dumps(facts)
 
@@ -168,8 +156,7 @@ def prepare(request: str, key: str) -> FlyteDirectory:
     """Make the token shards."""
     pipeline = open_pipeline(request)
     do(pipeline, "prepare")
-    # its parent: what `--data_dir` takes
-    return kept(request, pipeline.options.data_dir)
+    return kept(request, pipeline.options.data_dir)  # its parent: what `--data_dir` takes
 
 
 def on_nodes(nodes: int | str, **variables: str) -> Callable:
@@ -210,9 +197,13 @@ def train(request: str, data: FlyteDirectory, key: str) -> FlyteDirectory:
                 words = [*(before if name == "doctor" else []), *words, f"--rdzv_id={name}"]
                 pipeline.options.launcher = " ".join(words)
             do(pipeline, name)
-    return kept(
-        request, without_checkpoints(pipeline.run.path) if not is_shared(request) else pipeline.run.path
-    )
+    if not is_shared(request):
+        # the result of a finished run is the export, and what was logged
+        aside = pipeline.run.path.with_name(f"{pipeline.run.path.name}.checkpoints")
+        aside.mkdir(exist_ok=True)
+        for folder in (*pipeline.run.path.glob("checkpoint-*"), *pipeline.run.path.glob("weights-*")):
+            folder.rename(aside / folder.name)
+    return kept(request, pipeline.run.path)
 
 
 @task(requests=SMALL, cache=cached("data", "run"), retries=3)
@@ -252,14 +243,12 @@ def steps(request: str, planned: str) -> Outcome:
     data = prepare(request=request, key=keys["prepare"])
     resources = Resources(**needs)
     training = on_nodes(asked["nodes"], **cache)(train.task_function)
-    run = training(request=request, data=data, key=keys["train"]).with_overrides(
-        requests=resources, limits=resources, **limit
-    )
+    run = training(request=request, data=data, key=keys["train"])
+    run = run.with_overrides(requests=resources, limits=resources, **limit)
     memory = math.ceil((found["facts"]["memory"]["on_processor"] + EVALUATING_SPARE_BYTES) / 2**30)
     one = Resources(cpu="4", mem=f"{memory}Gi", **({"gpu": "1"} if "gpu" in needs else {}))
-    measured = evaluate(request=request, data=data, run=run, key=keys["train"]).with_overrides(
-        requests=one, limits=one
-    )
+    measured = evaluate(request=request, data=data, run=run, key=keys["train"])
+    measured = measured.with_overrides(requests=one, limits=one)
     page = report(request=request, run=run, evaluation=measured, key=keys["train"])
     if asked["publish"]:
         publish(request=request, run=run, page=page, key=keys["publish"])
@@ -313,19 +302,7 @@ def pretrain(
         publish: model repository, address or folder for the export
         restarts: how often a crash or hang is started again on its node
     """
-    request = ask(
-        recipe=recipe,
-        settings=settings,
-        deepspeed=deepspeed,
-        world_size=world_size,
-        nodes=nodes,
-        gpu=gpu,
-        launcher=launcher,
-        folder=folder,
-        store=store,
-        publish=publish,
-        restarts=restarts,
-    )
+    request = ask(**locals())
     return steps(request=request, planned=plan(request=request))
 
 
@@ -377,17 +354,5 @@ def is_shared(request: str) -> bool:
 
 def kept(request: str, folder: Path) -> FlyteDirectory:
     """Return a folder as a task's result, copied to Flyte's store unless all tasks see it."""
-    return (
-        FlyteDirectory(str(folder), remote_directory=False)
-        if is_shared(request)
-        else FlyteDirectory(str(folder))
-    )
-
-
-def without_checkpoints(run: Path) -> Path:
-    """Move the checkpoints of a finished run aside: its result is the export, and what was logged."""
-    aside = run.with_name(f"{run.name}.checkpoints")
-    aside.mkdir(exist_ok=True)
-    for folder in (*run.glob("checkpoint-*"), *run.glob("weights-*")):
-        folder.rename(aside / folder.name)
-    return run
+    options = {"remote_directory": False} if is_shared(request) else {}
+    return FlyteDirectory(str(folder), **options)

@@ -49,14 +49,10 @@ class RunResult:
 
     name: str
     folder: Path
-    exit_reason: str
-    """finished; stopped (on request, with a checkpoint: the same call goes on); hang; gave up."""
-    step: int
-    """The last step that was logged."""
-    metrics: dict[str, float]
-    """The newest value of every metric, by its name in metrics.jsonl: `eval/loss`, `train/loss`, ..."""
-    export: Path | None
-    """The `from_pretrained` folder of a finished run."""
+    exit_reason: str  # finished; stopped (on request, with a checkpoint: call again); hang; gave up
+    step: int  # the last step that was logged
+    metrics: dict[str, float]  # newest value of every metric, by its name in metrics.jsonl: `eval/loss`, ...
+    export: Path | None  # the `from_pretrained` folder of a finished run
     report: Path | None
 
     @classmethod
@@ -88,15 +84,11 @@ SPLITS = ("train", "validation")
 @dataclass(frozen=True)
 class Prepared:
     folder: Path
-    summary: dict
-    """What `data_prep.py --json` prints."""
+    summary: dict  # what `data_prep.py --json` prints
     recipe: Recipe
 
     def tokens(self, split: str = "train", start: int = 0, stop: int | None = None) -> "np.ndarray":
-        """Return tokens `start` up to `stop` of a split, by default all: documents one after the other.
-
-        Raises `UserError` if there is no such split, or the preparation only counted.
-        """
+        """Return tokens `start` up to `stop` of a split, by default all, document after document; or `UserError`."""
         from pretraining.data.prepared import open_prepared
 
         if split not in SPLITS:
@@ -176,8 +168,7 @@ def checked_run(words: Sequence[str]) -> tuple[Recipe, Path]:
 
 
 def train_command(words: Sequence[str], launcher: str) -> list[str]:
-    before = shlex.split(launcher) or [sys.executable]
-    return [*before, str(REPOSITORY / "train.py"), *words]
+    return [*(shlex.split(launcher) or [sys.executable]), str(REPOSITORY / "train.py"), *words]
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:

@@ -31,8 +31,7 @@ from pretraining.recipe.recipe import SECTIONS
 from pretraining.recipe.section import description_of
 from pretraining.runtime.installation import WORKPLACE, as_typed
 
-REHEARSED = ("here", "elsewhere")
-"""Where the machine of a rehearsal is: among those of the run, or not."""
+REHEARSED = ("here", "elsewhere")  # where the machine of a rehearsal is: among those of the run, or not
 TRAIN_EXAMPLES = """examples:
   deepspeed --num_gpus=8 train.py --recipe 30b
   deepspeed --num_gpus=2 train.py --recipe tiny --deepspeed zero3 --output_dir runs/tiny-zero3
@@ -67,10 +66,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:
-    """Add `--recipe`, `--set`, `--limit_tokens` and `--data_dir`.
-
-    remote_data: whether `--data_dir` may also be an address; its cache then has options too.
-    """
+    """Add `--recipe`, `--set`, `--limit_tokens`, `--data_dir`. remote_data: that may be an address, with a cache."""
     add = parser.add_argument
     add("--recipe", required=True, metavar="NAME|PATH", help="a file of recipes/, or a path")
     what = "change one value of the recipe (repeatable); docs/recipe_keys.md lists all keys"
@@ -189,16 +185,12 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     if options.rehearse and options.while_preparing:
         raise UserError("--rehearse looks at finished data: leave --while_preparing out, or prepare first")
     if not planned:
-        # the launcher decides: its number may not be overridden
-        options.world_size = world_size_here()
+        options.world_size = world_size_here()  # the launcher decides: its number may not be overridden
     return options
 
 
 def started_by_launcher() -> bool:
-    """Return whether a launcher started this process as one of its ranks.
-
-    `UserError` if only some of the variables that launchers set are there, or their values are no ranks.
-    """
+    """Return whether a launcher started this process; `UserError` if its variables are incomplete or no ranks."""
     if "WORLD_SIZE" not in os.environ:
         return False
     others = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

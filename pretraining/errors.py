@@ -38,11 +38,9 @@ SILENT_SECONDS = 3
 prints must be the first."""
 
 
-USER_CODE: set[str] = set()
-"""Files and folders of extensions (`pretraining/extend.py`): what fails in them is the user's to mend."""
+USER_CODE: set[str] = set()  # files and folders of extensions, in which errors are the user's to mend
 
-_KEYS: dict[str, str] = {}
-"""{section: the recipe that was read last}, for messages of what knows the key alone."""
+_KEYS: dict[str, str] = {}  # {section: the recipe that was read last}, for messages that know the key alone
 
 
 def place_keys(sections: Iterable[str], where: str) -> None:
@@ -51,10 +49,7 @@ def place_keys(sections: Iterable[str], where: str) -> None:
 
 
 class UserError(Exception):
-    """Something that the user can mend: the message says what is wrong, where, and what to do, on one line.
-
-    `on_every_rank` says whether all ranks meet the same error; then only rank 0 reports it.
-    """
+    """What the user can mend: one line says what, where, and what to do. on_every_rank: rank 0 alone reports it."""
 
     exit_code = USER_ERROR
 
@@ -111,8 +106,7 @@ def one_line_errors(after_interrupt: str = "") -> Iterator[None]:
     except BrokenPipeError:
         # Whoever read the output has seen enough (`| head`); Python's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # 128 + SIGPIPE, as the shell reports a command that a closed pipe ends
-        sys.exit(141)
+        sys.exit(141)  # 128 + SIGPIPE, as the shell reports a command that a closed pipe ends
     except Exception as error:
         # after BrokenPipeError, which is an OSError too
         told = fault_in_user_code(error) or file_error(error)
@@ -138,10 +132,7 @@ def fault_in_user_code(error: BaseException) -> UserError | None:
 
 
 def file_error(error: BaseException, folder: Path | None = None) -> UserError | None:
-    """Return the `UserError` of a file, disk or memory that cannot be used; None for any other error, a bug of ours.
-
-    folder: the place to name if the error itself names no file.
-    """
+    """Return the `UserError` of a file, disk or memory that fails; None: a bug of ours. folder: if no file is named."""
     number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
     if not isinstance(error, OSError | MemoryError) or number not in FILE_ERRORS:
         return None
@@ -181,10 +172,7 @@ def nearest(word: str, candidates: Iterable[str], most: int = 1) -> str:
 
 
 def abbreviated(word: str, names: Iterable[str]) -> list[str]:
-    """Find the names that `word` is short for.
-
-    `lr` and `learn_rate` are short for learning_rate, `batch_size` for per_device_train_batch_size.
-    """
+    """Find the names that `word` is short for, as `lr` and `learn_rate` for learning_rate."""
     parts, names = re.findall(r"[a-z0-9]+", word.lower()), list(names)
     initials = {name: "".join(re.findall(r"(?:^|_)(\w)", name)) for name in names if "_" in name}
     by_initials = [name for name, first in initials.items() if first == word.lower()]

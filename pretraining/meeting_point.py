@@ -33,8 +33,7 @@ class MeetingPoint:
 
     def __init__(self, port: int, forget_seconds: float = FORGET_SECONDS) -> None:
         """Raises `UserError` if the port is taken."""
-        # only here: `--help` answers at once
-        from torch.distributed import DistNetworkError, TCPStore
+        from torch.distributed import DistNetworkError, TCPStore  # only here: `--help` answers at once
 
         try:
             self.store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)

@@ -56,15 +56,13 @@ ADVICE = {
 
 NOT_FINITE = ("stability/non_finite_steps", "stability/refused_steps")
 """Metrics: steps that were not finite, and steps that were not applied."""
-MANY_NOT_FINITE = 0.01
-"""Share of the steps."""
+MANY_NOT_FINITE = 0.01  # share of the steps
 
 
 @dataclass
 class First:
     what: str
-    where: str = ""
-    """The place in the code, or the file that says more."""
+    where: str = ""  # the place in the code, or the file that says more
     rank: int | None = None
     host: str | None = None
     time: float | None = None
@@ -78,22 +76,17 @@ class Postmortem:
     state: str
     step: int
     attempts: list[Attempt]
-    failed: Attempt | None = None
-    """The newest attempt that failed; the fields below are about it."""
+    failed: Attempt | None = None  # the newest attempt that failed; the fields below are about it
     first: First | None = None
-    then: list[str] = field(default_factory=list)
-    """What the other ranks met, and which wrote nothing."""
+    then: list[str] = field(default_factory=list)  # what the other ranks met, and which wrote nothing
     faults: list[str] = field(default_factory=list)
     slow: list[str] = field(default_factory=list)
     checkpoint: str | None = None
-    lost_steps: int | None = None
-    """Steps since the checkpoint that have to be done again."""
+    lost_steps: int | None = None  # steps since the checkpoint that have to be done again
     time_lost: str = ""
-    not_finite: str = ""
-    """How many steps had a loss or gradients that are not finite, and since when."""
+    not_finite: str = ""  # how many steps had a loss or gradients that are not finite, and since when
     dollars: float | None = None
-    dollars_lost: float | None = None
-    """Of all that was lost so far to failures."""
+    dollars_lost: float | None = None  # of all that was lost so far to failures
     advice: list[str] = field(default_factory=list)
 
 
@@ -111,10 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def look_back(folder: Path) -> Postmortem:
-    """Read a run folder.
-
-    Raises `UserError` if there is no such folder, or no run has written to it.
-    """
+    """Read a run folder; `UserError` if there is none, or no run has written to it."""
     record = RunRecord(folder)
     standing = record.standing()
     starts = attempts_of(record, standing.state)
@@ -137,8 +127,7 @@ def look_back(folder: Path) -> Postmortem:
         # while the others still write is not yet the end
         gone = last.end == "silent" and gone_ranks(record.run.heartbeats, last.began)
         if gone or any(failure.time >= last.began for failure in read_failures(record.run)):
-            # by the clock alone it may be running, or silent
-            last.end = found.state = "crash"
+            last.end = found.state = "crash"  # by the clock alone it may be running, or silent
     failed = [attempt for attempt in starts if attempt.end in FAILED]
     if failed:
         found.failed = failed[-1]
@@ -230,7 +219,7 @@ class Evidence:
         self.hosts = {failure.rank: failure.host for failure in self.failures}
         self.hosts |= {place.rank: place.host for place in self.places}
         # (host, fault): what the ranks kept when they failed, then this machine's log, if ranks ran here
-        faults = {(each.host, fault.text): fault for each in self.failures for fault in each.kernel}
+        faults = {(each.host, fault.text): fault for each in self.failures for fault in each.faults}
         here = [place for place in self.places if is_gone(place)]
         if here:
             # only those that the kernel killed for memory, of all processes of this machine

@@ -46,19 +46,15 @@ EXAMPLES = """examples:
 A value is JSON, else a text; a list or a text with commas goes in [...] or "...". Several --over: every combination.
 exit codes: 0 all is finished or submitted, 2 a point failed, 75 stopped on request (the same command goes on)."""
 
-JOBS = "sweep.json"
-"""File of a sweep's folder: the newest table, with the ids of submitted jobs."""
-LONGEST_NAME = 120
-"""Characters of a point's folder; a longer name ends in a digest."""
+JOBS = "sweep.json"  # file of a sweep's folder: the newest table, with the ids of submitted jobs
+LONGEST_NAME = 120  # characters of a point's folder; a longer name ends in a digest
 
 
 @dataclass(frozen=True)
 class Point:
-    settings: dict[str, str]
-    """{dotted key: value as it was typed}"""
+    settings: dict[str, str]  # {dotted key: value as it was typed}
     folder: Path
-    options: dict[str, Any]
-    """Those of train.py by name, as `api.run` takes them."""
+    options: dict[str, Any]  # those of train.py by name, as `api.run` takes them
     recipe: Recipe
 
     @property
@@ -91,10 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list[Point]:
-    """Make every combination of values a point, each checked as train.py checks it.
-
-    Raises `UserError` for a wrong text of --over, a key twice, a value twice, or a point that no run can be.
-    """
+    """Make every combination of values a point, checked as train.py checks it; `UserError` for one that cannot be."""
     over = [_parsed(text) for text in options.over]
     keys = [key for key, _ in over]
     for key, values in over:
@@ -153,8 +146,7 @@ def _folder_name(parts: Sequence[str]) -> str:
     return name
 
 
-ANOTHER_SWEEP = "; a sweep of other values needs an --output_dir of its own"
-"""Added where a point was begun by another recipe."""
+ANOTHER_SWEEP = "; a sweep of other values needs an --output_dir of its own"  # if another recipe began it
 
 
 def train_all(
@@ -192,10 +184,7 @@ def train_all(
 
 
 def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: dict[str, str]) -> None:
-    """Submit a job for every point that is neither finished nor queued; the ids go into `jobs` by folder name.
-
-    Raises `UserError` if sbatch is not there, or refuses.
-    """
+    """Submit a job for each point neither finished nor queued; ids go into `jobs`. `UserError` if sbatch cannot."""
     for point in points:
         name = point.folder.name
         if point.is_finished or _is_queued(jobs.get(name)):

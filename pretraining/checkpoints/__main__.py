@@ -90,8 +90,7 @@ class List:
         Column("ranks", "ranks"),
         # A stage of None has two meanings: no marker (then there are no ranks either), or a run without DeepSpeed.
         Column(
-            "stage",
-            lambda each: "none" if each["ranks"] and each["zero_stage"] is None else each["zero_stage"],
+            "stage", lambda row: "none" if row["ranks"] and row["zero_stage"] is None else row["zero_stage"]
         ),
         Column("loss", "loss", ".4f"),
         Column("validation", "eval_loss", ".4f"),
@@ -352,8 +351,7 @@ class Prune:
         asked = {key: value for key, value in vars(options).items() if key in keys}
         rule |= {key: value for key, value in asked.items() if value is not None and value is not False}
         section = Checkpoints.of(rule)
-        # From markers and sizes: a plan reads no byte of the weights.
-        entries = catalogue(run)
+        entries = catalogue(run)  # from markers and sizes: a plan reads no byte of the weights
         committed = [each for each in entries if each["state"] == COMMITTED]
         kept = Retention(section, metric=metric).kept_steps(
             (each["step"], marker_or_nothing(run.path / each["folder"])) for each in committed

@@ -13,8 +13,6 @@ the marker comes back in the same way: the first rank of each other disk writes 
 If a rank dies, its folder has no marker: it does not count as a checkpoint, and the next start removes it.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -60,18 +58,15 @@ _PAUSE_SECONDS = 0.01  # between two exchanges of the ranks while training waits
 _LAST_WAIT_SECONDS = 900  # of a rank that ends with an error, for the save in flight
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.005, 0.25
 
-DONE, WRITING, FAILED = 0, 1, 2
-"""How far a save is; over all ranks the largest counts."""
+DONE, WRITING, FAILED = 0, 1, 2  # how far a save is; over all ranks the largest counts
 
-Commit = Callable[[Path, dict], None]
-"""Takes the folder and the marker without its files. Writes the marker, after which the checkpoint counts."""
 Result = TypeVar("Result")
 
 
 class CheckpointWriter:
     """Writes checkpoints of a run; every rank makes one, and calls the same methods at the same steps.
 
-    commit: called on rank 0 once the disk holds the files of all ranks. after_commit: called on rank 0 after it
+    commit: writes the marker on rank 0, once the disk holds all ranks' files. after_commit: called on rank 0 after it
     (retention). on_committed: called on every rank with the folder, at the step boundary at which all ranks know of the
     commit (upload). background: False writes the same bytes while the caller waits. on_full_disk: if files cannot be
     written, "stop" raises `UserError` on every rank, and "continue" writes an event and goes on training.
@@ -80,7 +75,7 @@ class CheckpointWriter:
     def __init__(
         self,
         run: RunFolder,
-        commit: Commit,
+        commit: Callable[[Path, dict], None],
         after_commit: Callable[[], None] = lambda: None,
         on_committed: Callable[[Path], None] = lambda folder: None,
         background: bool = True,
@@ -90,10 +85,8 @@ class CheckpointWriter:
         self.background, self.on_full_disk = background, on_full_disk
         self.rank, self.ranks = rank_and_world_size()
         self.snapshot = HostSnapshot()
-        self.last: dict | None = None
-        """The newest finished save, with the values of its event."""
-        self.validation_follows = False
-        """Whether each `save` from now on is followed by `add_validation`."""
+        self.last: dict | None = None  # the newest finished save, with the values of its event
+        self.validation_follows = False  # whether each `save` from now on is followed by `add_validation`
         # The group of training may be busy on the GPU, so the reports of saves use the network of the hosts. The main
         # thread alone exchanges them, in `save`, `poll` and `wait`; the thread of a save sends messages.
         self._group = host_group()
@@ -128,7 +121,7 @@ class CheckpointWriter:
             receipt=dict(receipt or {}),
             # A copy: numbers of later steps must not get into it.
             marker=dict(marker or {}),
-            num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
             began=began,
             waited_seconds=time.perf_counter() - began,
         )
@@ -154,10 +147,8 @@ class CheckpointWriter:
         return True
 
     def wait_for_marker(self) -> None:
-        """Wait, without the other ranks, until the save in flight counts or has failed: this rank is about to die.
-
-        No longer than _LAST_WAIT_SECONDS: another rank may have died with its part unwritten.
-        """
+        """Wait, without the other ranks, until the save in flight counts or has failed: this rank is about to die."""
+        # no longer: another rank may have died with its part unwritten
         save, until = self._flight, time.monotonic() + _LAST_WAIT_SECONDS
         while save is not None and not save.failed and time.monotonic() < until:
             if (save.folder / MARKER).exists():
@@ -165,10 +156,7 @@ class CheckpointWriter:
             time.sleep(_PAUSE_SECONDS)
 
     def poll(self) -> None:
-        """Exchange how far the ranks are with the save in flight, if there is one; called at each step boundary.
-
-        If a rank could not write, raises the reason on every rank, unless `on_full_disk` says to go on.
-        """
+        """Exchange, at a step boundary, how far the save in flight is; a failure stops every rank, or is an event."""
         if self._flight is None:  # on all ranks or on none, so nobody waits in the exchange
             return
         # One number at each step; thousands of reports are exchanged once, at the end of the save.
@@ -207,7 +195,7 @@ class CheckpointWriter:
                 if self._flight is not None:
                     time.sleep(_PAUSE_SECONDS)
 
-    def _open(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def _open(self, save: "RankSave", tensors: Mapping[str, torch.Tensor]) -> bool:
         """Make the folder, once a disk; returns whether every rank has room to copy its tensors and write later."""
 
         def make_folder() -> None:
@@ -229,9 +217,8 @@ class CheckpointWriter:
         self.snapshot.release()
 
         def report() -> None:
-            self.run.add_event(
-                "no_room_for_snapshot", checkpoint=save.folder.name, needed_bytes=save.num_bytes
-            )
+            needed = {"checkpoint": save.folder.name, "needed_bytes": save.num_bytes}
+            self.run.add_event("no_room_for_snapshot", **needed)
             if not self._reported_no_room:  # a line for the first save alone
                 size = num_bytes(save.num_bytes)
                 line = f"no host memory for a copy of {size} a rank; training waits while checkpoints are written"
@@ -242,7 +229,7 @@ class CheckpointWriter:
             save.attempt(report)
         return False
 
-    def _start(self, save: RankSave, copies: Mapping[str, torch.Tensor] | None) -> None:
+    def _start(self, save: "RankSave", copies: Mapping[str, torch.Tensor] | None) -> None:
         """Start a thread for the rest of the work; `copies` is None if the rank's files are written already."""
 
         def work() -> None:
@@ -270,7 +257,7 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=work, name=f"save-{save.folder.name}", daemon=True)
         self._thread.start()
 
-    def _write(self, save: RankSave, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _write(self, save: "RankSave", tensors: Mapping[str, torch.Tensor]) -> None:
         began = time.perf_counter()
         name = rank_file(self.rank, self.ranks)
         written = {name: write_rank_file(save.folder / name, tensors)}
@@ -283,7 +270,7 @@ class CheckpointWriter:
             self._messages.send(f"{save.name}/{name}", (save.folder / name).read_bytes())
         save.write_seconds = time.perf_counter() - began
 
-    def _commit(self, save: RankSave) -> None:
+    def _commit(self, save: "RankSave") -> None:
         """Write the marker once all receipts are here; every disk then holds it before old checkpoints are removed."""
 
         def take(receipt: str) -> None:
@@ -332,7 +319,7 @@ class CheckpointWriter:
         if self.on_full_disk == "stop":
             raise UserError(reason)
 
-    def _close(self) -> RankSave:
+    def _close(self) -> "RankSave":
         """Return the save that was in flight, once its thread has ended."""
         save, self._flight = self._flight, None
         if self._thread is not None:
@@ -354,20 +341,15 @@ class RankSave:
     receipt: dict
     marker: dict
     num_bytes: int
-    began: float
-    """Seconds, from `time.perf_counter`."""
-    waited_seconds: float
-    """How long this save waited for the previous one."""
-    blocked_seconds: float | None = None
-    """How long training waited, with the wait for the previous save; None while it still waits."""
+    began: float  # seconds, from `time.perf_counter`
+    waited_seconds: float  # how long this save waited for the previous one
+    blocked_seconds: float | None = None  # with the wait for the previous save; None while it still waits
     write_seconds: float = 0.0
     done: bool = False
     failed: bool = False
-    error: tuple[str, bool] | None = None
-    """What went wrong on this rank, and whether a user can repair it."""
+    error: tuple[str, bool] | None = None  # what went wrong on this rank, and whether a user can repair it
     abandoned: threading.Event = field(default_factory=threading.Event)
-    validated: threading.Event = field(default_factory=threading.Event)
-    """Set if no validation follows, or once `metrics` has what it measured."""
+    validated: threading.Event = field(default_factory=threading.Event)  # or none follows
     metrics: dict = field(default_factory=dict)
 
     def take_validation(self) -> None:
@@ -441,10 +423,7 @@ def pauses(abandoned: threading.Event) -> Iterator[None]:
 
 
 class HostSnapshot:
-    """Host memory for one rank's tensors of one save; it is pinned if they come from a GPU.
-
-    num_bytes: the size of the memory now; 0 before the first save.
-    """
+    """Host memory for one rank's tensors of one save, pinned if they come from a GPU; none before the first save."""
 
     def __init__(self):
         self._memory: torch.Tensor | None = None
@@ -457,7 +436,7 @@ class HostSnapshot:
         """Return complete copies of `tensors`, for which there is room; they are valid until the next call."""
         copies, start = {}, 0
         for name, tensor in tensors.items():
-            stop = start + tensor.numel() * tensor.element_size()
+            stop = start + tensor.nbytes
             copy = self._memory[start:stop].view(tensor.dtype).view(tensor.shape)
             # from a GPU all copies are queued, then waited for once
             copy.copy_(tensor.detach(), non_blocking=True)

@@ -34,13 +34,10 @@ class StageChanges(NamedTuple):
     """What follows the checkpoint."""
 
     steps: int
-    decay: str | None = None
-    """How the rate goes from its stable value to `min_lr_ratio` of it: linear, cosine or 1-sqrt; None: it stays."""
+    decay: str | None = None  # linear, cosine or 1-sqrt, to `min_lr_ratio` of the stable rate; None: it stays
     min_lr_ratio: float = 0.0
-    settings: tuple[str, ...] = ()
-    """`section.key=value` of the recipe, as `--set` takes them."""
-    deepspeed: str | None = None
-    """Another ds_config; None: the run's own."""
+    settings: tuple[str, ...] = ()  # `section.key=value` of the recipe, as `--set` takes them
+    deepspeed: str | None = None  # another ds_config; None: the run's own
 
 
 def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
@@ -103,9 +100,8 @@ def read_stage(path: Path) -> tuple[tuple[str, ...], str | None]:
             continue
         if section not in sections or not isinstance(values, dict):
             near = suggestion(section, recipe_schema()) or ""
-            raise UserError(
-                f"{where}: {section} is no section of a recipe{near}; write {{section: {{key: value}}}}"
-            )
+            what = f"{section} is no section of a recipe{near}"
+            raise UserError(f"{where}: {what}; write {{section: {{key: value}}}}")
         for key, value in values.items():
             if not key.isidentifier():
                 raise problem(where, f"{section}.{json.dumps(key)}", "is no key of a recipe")
@@ -127,9 +123,8 @@ def _staged_recipe(
                 raise UserError(f"{section}.{key}: follows from --steps and --decay; leave it out")
     optimizers = [(each.training.optim, each.optimizer.name) for each in (earlier, changed)]
     if optimizers[0] != optimizers[1]:
-        raise UserError(
-            f"{checkpoint} holds the states of another optimizer; leave training.optim and optimizer.name"
-        )
+        what = "holds the states of another optimizer"
+        raise UserError(f"{checkpoint} {what}; leave training.optim and optimizer.name")
     if parameter_tensors(earlier.model) != parameter_tensors(changed.model):
         held, wanted = (model_size(each.model).total for each in (earlier, changed))
         what = f"holds weights of other shapes than the stage's model has ({held:,} parameters, {wanted:,})"
@@ -140,10 +135,8 @@ def _staged_recipe(
     start = Start.at(checkpoint)
     sizes, values = changed.step_sizes, changed.to_dict()
     if start.step < sizes.ramp_steps:
-        raise UserError(
-            f"{checkpoint}: the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp); choose a "
-            "later --at"
-        )
+        what = f"the size of a step still rises, for {sizes.ramp_steps:,} steps (budget.ramp)"
+        raise UserError(f"{checkpoint}: {what}; choose a later --at")
     # Checked with the earlier recipe: the checkpoint was trained by its schedule.
     warmup = _stable_since(earlier, start, checkpoint)
     if changed.budget.warmup_tokens is None:
@@ -182,21 +175,18 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     """Return the full steps of warm-up before the stable rate; `UserError` if the rate at `start` is not stable."""
     training = recipe.training_keywords
     progress, unit = start.progress(recipe), recipe.tokens_per_step
-    now, total = (
-        progress.schedule_place(step, recipe.schedule_counts_tokens)
-        for step in (progress.step, progress.last_step)
-    )
+    by_tokens = recipe.schedule_counts_tokens
+    now = progress.schedule_place(progress.step, by_tokens)
+    total = progress.schedule_place(progress.last_step, by_tokens)
     kind = training.lr_scheduler_type
     if kind not in STABLE:
-        raise UserError(
-            f"{checkpoint}: its rate is never stable (training.lr_scheduler_type is {kind}); a decay begins from "
-            f"{', '.join(STABLE)}"
-        )
+        what = f"its rate is never stable (training.lr_scheduler_type is {kind})"
+        raise UserError(f"{checkpoint}: {what}; a decay begins from {', '.join(STABLE)}")
     warmup, decay_start = 0 if kind == "constant" else recipe.warmup_steps(total), recipe.decay_start(total)
     end = total if decay_start is None else decay_start
     if not warmup <= now <= end:
         span = f"from step {warmup:,} to {end:,}"
-        if recipe.schedule_counts_tokens:
+        if by_tokens:
             span = f"from {warmup * unit:,} to {round(end * unit):,} tokens, and this is at {start.tokens:,}"
         raise UserError(f"{checkpoint}: the rate is stable {span}; choose --at there")
     return warmup

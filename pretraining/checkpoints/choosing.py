@@ -10,8 +10,6 @@ that of the save, else all of them. Ranks decide together: what one of them does
 or `disks.each`.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections import Counter
@@ -60,13 +58,7 @@ from pretraining.planning.quantities import several
 from pretraining.runtime.durable_files import replacing, rows_of, sync_to_disk
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.runtime.process_group import (
-    from_rank,
-    from_rank_0,
-    gather_from_ranks,
-    rank_and_world_size,
-    together,
-)
+from pretraining.runtime.process_group import from_rank, from_rank_0, gather_from_ranks, own_rank, together
 from pretraining.runtime.run_folder import RunFolder
 
 _PIECE_BYTES = 16 << 20
@@ -78,10 +70,8 @@ Check = Callable[[str, dict, bytes], object]
 class Chosen(NamedTuple):
     """The checkpoint to continue from, of which every disk holds what its ranks need."""
 
-    folder: Path | None = None
-    """None begins the run."""
-    source: RemoteRun | None = None
-    """The store that holds its other files; None if no store does, or the disk holds all."""
+    folder: Path | None = None  # None begins the run
+    source: RemoteRun | None = None  # the store with its other files; None: none has any, or the disk has all
 
 
 class Candidate(NamedTuple):
@@ -89,11 +79,9 @@ class Candidate(NamedTuple):
 
     name: str
     marker: bytes
-    on_disks: bool = False
-    """Whether the disks had this marker before the start."""
+    on_disks: bool = False  # whether the disks had this marker before the start
     in_store: bool = False
-    fault: str | None = None
-    """What its marker alone shows to be wrong."""
+    fault: str | None = None  # what its marker alone shows to be wrong
 
 
 def choose_checkpoint(
@@ -140,10 +128,9 @@ def choose_checkpoint(
             with suppress(OSError, ValueError):
                 step = step_of(Path(resume))
         if newer := newest_stored(remote.at_first_contact(), step):
-            raise UserError(
-                f"--resume {resume}: {remote.where(newer[0])} is newer, and a later start would go on from there; give "
-                "this run its own --output_dir or another checkpoints.upload, or remove what lies there"
-            )
+            what = f"{remote.where(newer[0])} is newer, and a later start would go on from there"
+            remedy = "give this run its own --output_dir or another checkpoints.upload"
+            raise UserError(f"--resume {resume}: {what}; {remedy}, or remove what lies there")
 
     if remote is not None:
         from_rank_0(refuse_newer)
@@ -160,8 +147,7 @@ class _Chooser:
     remote: RemoteRun | None
     layout: dict | None
     check: Check
-    in_parts: bool
-    """Whether a disk may hold a part of a checkpoint."""
+    in_parts: bool  # whether a disk may hold a part of a checkpoint
 
     def newest(self, below: int) -> list[Candidate]:
         """Return the newest checkpoint below a step: two candidates if disks and store hold another one each."""
@@ -203,10 +189,7 @@ class _Chooser:
         return candidates[::-1] if self.in_parts else candidates
 
     def newest_in_store(self, here: int, below: int) -> tuple[str, bytes, str | None] | None:
-        """Return what `newest_stored` does of steps from `here` on; an unreachable store is an event.
-
-        here: the newest step on the disks; -1: there is none, so that the `UserError` is raised.
-        """
+        """Do what `newest_stored` does from step `here` on; if disks hold none (-1), an unreachable store raises."""
         try:
             remote = self.remote.at_first_contact()
             if below == sys.maxsize:  # only at the first call of a start
@@ -227,7 +210,6 @@ class _Chooser:
         return max(journals, key=lambda journal: len(journal.rollbacks))
 
     def pass_over(self, candidate: Candidate, reason: str) -> None:
-        """Report a damaged checkpoint."""
         name, where = candidate.name, self.run.path / candidate.name
         if candidate.in_store and (self.in_parts or not candidate.on_disks):
             where = self.remote.where(name)
@@ -274,9 +256,8 @@ class _Chooser:
             content, folder = remote.marker(name), self.run.path / name
             another = not self.in_parts and (folder / MARKER).exists() and _marker_here(folder) != content
             if content is not None and another:
-                raise UserError(
-                    f"{folder}: another checkpoint of that name is here; move it, or choose another --output_dir"
-                )
+                what = "another checkpoint of that name is here"
+                raise UserError(f"{folder}: {what}; move it, or choose another --output_dir")
             return content
 
         if (content := from_rank_0(read)) is None:
@@ -288,10 +269,7 @@ class _Chooser:
         return Chosen(self.run.path / name, remote if self.in_parts else None)
 
     def bring(self, candidate: Candidate) -> str | None:
-        """Give every disk the files that its ranks need, and then the marker; returns what is wrong with it, or None.
-
-        Raises `UserError` on every rank if the store fails, or a disk is full.
-        """
+        """Give each disk the files that its ranks need, and then the marker; returns what is wrong with it, or None."""
         run, remote, disks, name = self.run, self.remote, self.run.disks, candidate.name
         folder = run.path / name
         try:
@@ -377,10 +355,7 @@ class _Chooser:
                     file.write(content)
 
     def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
-        """Make the checkpoint's folder on this disk, and remove files from it that are not the checkpoint's.
-
-        Returns the files that it holds in their sizes, and what is wrong with the first of the others.
-        """
+        """Make the folder here, without foreign files; returns those of the right size, and a fault of another."""
         folder = self.run.path / candidate.name
         # that of a disk which missed the step's validation may lack metrics, and names the same files
         if marker_or_nothing(folder).get("files") != files:
@@ -395,10 +370,7 @@ class _Chooser:
         return {name for name in files if not faults[name]}, next(filter(None, faults.values()), None)
 
     def changed(self, folder: Path, files: Files) -> dict[int, dict[str, str]]:
-        """Return {first rank of a disk: {file: what is wrong with its bytes}}; the ranks of a disk share the reading.
-
-        files: those that are compared on this rank's disk.
-        """
+        """Return {first rank of a disk: {file: what is wrong}}, read in shares. files: those compared on this disk."""
         # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
         with long_work():
             found = gather_from_ranks(changed_files(folder, share_of(files, *self.run.disks.place)))
@@ -430,7 +402,7 @@ class _Chooser:
                 return reason
         except UserError:
             return reason
-        if rank_and_world_size()[0] == 0:
+        if own_rank() == 0:
             line = f"{self.run.path / name} was damaged ({reason}): mended with the files of {remote.where(name)}"
             print(line, flush=True)
         return None
@@ -452,7 +424,7 @@ class _Chooser:
             path, entry = folder / name, files[name]
             for start in range(0, max(1, entry["bytes"]), _PIECE_BYTES):
                 piece = b""
-                if rank_and_world_size()[0] == owner:
+                if own_rank() == owner:
                     with path.open("rb") as file:
                         file.seek(start)
                         piece = file.read(_PIECE_BYTES)
@@ -473,10 +445,9 @@ def is_left_behind(folder: Path, journal: Journal) -> bool:
 
 def _marker_here(folder: Path) -> bytes:
     """Read the bytes of a marker; none if there is no readable one."""
-    try:
+    with suppress(OSError):
         return DiskPlace(folder.parent).marker(folder.name) or b""
-    except OSError:
-        return b""
+    return b""
 
 
 def _needed(marker: dict, ranks: list[int], layout: dict | None) -> set[str]:
@@ -497,6 +468,6 @@ def _not_partitioned(folder: Path, marker: dict, good: dict[int, set[str]]) -> s
     if marker.get("recipe", {}).get("model", {}).get("frozen"):
         return set(marker["files"])
     owner = min((first for first, names in good.items() if STATE_FILE in names), default=0)
-    mine = rank_and_world_size()[0] == owner and STATE_FILE in good[owner]
+    mine = own_rank() == owner and STATE_FILE in good[owner]
     state = from_rank(owner, read_json_value(folder / STATE_FILE) if mine else {})
     return {rank_file(0, marker["ranks"])} if state.get("buffers") else set()

@@ -53,9 +53,8 @@ def store_of(address: str) -> tuple[RemoteRun, list[str]]:
     """Return the place of a run in a store and the checkpoints there; `UserError` if there is none."""
     remote = RemoteRun(address).at_first_contact()
     if not (names := remote.checkpoints()):
-        raise UserError(
-            f"{remote.address}: no checkpoint-* there; give the address of a run, as s3://bucket/runs/30b"
-        )
+        remedy = "give the address of a run, as s3://bucket/runs/30b"
+        raise UserError(f"{remote.address}: no checkpoint-* there; {remedy}")
     return remote, names
 
 
@@ -73,10 +72,7 @@ def chosen_in_store(address: str, step: int | None) -> tuple[RemoteRun, list[str
 
 
 def whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
-    """Return the newest of the chosen checkpoints, with every byte verified.
-
-    option: the name of the option with which a user chooses another one, for the message.
-    """
+    """Return the newest chosen checkpoint, with every byte verified. option: what chooses another, for the message."""
     checkpoint = chosen_checkpoints(folder, step)[0]
     if reason := damage(checkpoint):
         raise UserError(f"{checkpoint}: the checkpoint is damaged: {reason}; choose another with {option}")
@@ -84,8 +80,7 @@ def whole_checkpoint(folder: Path, step: int | None, option: str) -> Path:
 
 
 def write_export(*arguments: Any, **options: Any) -> None:
-    # Before transformers is imported: it makes that import faster.
-    prepare_imports()
+    prepare_imports()  # before transformers is imported: it makes that import faster
     from transformers.utils import logging
 
     from pretraining.checkpoints.export import export_checkpoint

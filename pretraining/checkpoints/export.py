@@ -42,15 +42,11 @@ from pretraining.runtime.metric_names import OF_AVERAGE
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.upstream.split_weights import whole_experts
 
-EXCHANGED_NUMEL = 1 << 24
-"""Elements that are copied at once where weights and their average change places."""
+EXCHANGED_NUMEL = 1 << 24  # elements that are copied at once where weights and their average change places
 
 
 def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path, model_card: str) -> None:
-    """Gather the weights (every rank must call this); rank 0 writes them as safetensors, with tokenizer and card.
-
-    Tied weights are stored once. The folder appears whole or not at all.
-    """
+    """Gather the weights (every rank calls this); rank 0 writes the folder, whole or not at all, tied weights once."""
     with averaged_weights(trainer) as are_averaged:
         state_dict = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         split = whole_experts(trainer.model)
@@ -94,9 +90,8 @@ def export_checkpoint(
     tokenizer = load_pretrained("AutoTokenizer", description)
     reader, of_average = CheckpointReader(checkpoint), f"eval_{OF_AVERAGE}"
     if exponential and not any(reader.has(AVERAGE, name) for name in reader.parameters):
-        raise UserError(
-            f"{checkpoint}: no average is kept there (optimizer.average_decay); leave out --average"
-        )
+        what = "no average is kept there (optimizer.average_decay)"
+        raise UserError(f"{checkpoint}: {what}; leave out --average")
     results = {"step": marker["step"], "tokens": marker["tokens"]}
     # the checkpoint's own metrics say nothing about an average
     if shares:
@@ -243,10 +238,7 @@ def exponential_average(trainer: Trainer) -> Iterator[None]:
 
 
 def averaged(reader: CheckpointReader, parameter: str, exponential: bool = False) -> torch.Tensor:
-    """Read a parameter's averaged weights from a checkpoint, in fp32; the masters if nothing was averaged.
-
-    exponential: the average that is kept beside the weights, where there is one.
-    """
+    """Read masters in fp32, averaged if the run averages them. exponential: the kept average, if there is one."""
     if exponential and reader.has(AVERAGE, parameter):
         return assemble(reader, parameter, AVERAGE)
     masters = assemble(reader, parameter)
@@ -255,11 +247,7 @@ def averaged(reader: CheckpointReader, parameter: str, exponential: bool = False
 
 
 def write_model_card(recipe: dict, data: dict, results: dict, environment: dict) -> str:
-    """Return the README.md of an export: what was trained, on what, how well, and with which versions.
-
-    The Hugging Face hub reads its front matter. recipe: the resolved recipe; data: the data manifest; results: metric
-    name -> value; environment: as `describe_environment` gives it.
-    """
+    """Return an export's README.md, whose front matter the hub reads. data: a marker's; results: {metric: value}."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
     formats, rows = ((float, ",.4f"), (int, ","), (object, "")), ""
     for name, value in results.items():

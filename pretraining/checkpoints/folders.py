@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import heapreplace
 from pathlib import Path
@@ -22,7 +23,6 @@ from pretraining.checkpoints.format import (
     MarkerDamage,
     file_entry,
     marker_or_nothing,
-    no_progress,
     parse_marker,
     read_marker,
 )
@@ -37,17 +37,12 @@ COMMITTED, DAMAGED, OTHER_VERSION, UNCOMMITTED = "committed", "damaged", "other 
 WEIGHTS_ONLY = "weights only"
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
-Files = Mapping[str, dict]
-"""{name: {"bytes", "checksum"}}, as a marker has them."""
-Progress = Callable[[int], None]
-"""Called with the number of bytes of each read."""
+Files = Mapping[str, dict]  # {name: {"bytes", "checksum"}}, as a marker has them
+Progress = Callable[[int], object]  # called with the number of bytes of each read
 
 
 def checkpoint_folders(run: RunFolder, kind: str = "checkpoint") -> list[Path]:
-    """Return every `checkpoint-<step>`, committed or not, newest step first.
-
-    kind: "weights" for every `weights-<step>`, which retention left of a checkpoint.
-    """
+    """Return every `checkpoint-<step>`, committed or not, newest step first; kind "weights": every `weights-<step>`."""
     # Leaves out `weights-8.partial`, and a copy that a user named `checkpoint-8-good`.
     found = (path for path in run.path.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
     return sorted(found, key=step_in_name, reverse=True)
@@ -89,9 +84,8 @@ def remove_uncommitted(run: RunFolder) -> None:
     for folder in checkpoint_folders(run):
         if not (folder / MARKER).exists():
             if folder.is_symlink() or folder.is_file():
-                raise UserError(
-                    f"{folder}: a link to nothing, or a file, where a checkpoint belongs; move it away"
-                )
+                what = "a link to nothing, or a file, where a checkpoint belongs"
+                raise UserError(f"{folder}: {what}; move it away")
             shutil.rmtree(folder)  # before the event, for which a full disk needs this room
             run.add_event("uncommitted_checkpoint_removed", checkpoint=folder.name)
     for partial in run.path.glob("weights-*.partial"):  # a demotion that was killed
@@ -126,14 +120,13 @@ def move_aside(run: RunFolder, folder: Path) -> Path:
 class Place(Protocol):
     """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`).
 
-    marker: None if a checkpoint has none. sizes: {file: bytes} of a checkpoint. verdicts: {file: what is wrong with it,
-    or None}, by comparing every byte with what was committed, several files at once.
+    verdicts: {file: what is wrong with it, or None}, by comparing every byte, several files at once.
     """
 
     def where(self, name: str, /) -> str: ...
     def marker(self, name: str, /) -> bytes | None: ...
-    def sizes(self, name: str, /) -> dict[str, int] | None: ...
-    def verdicts(self, name: str, files: Files, progress: Progress = ...) -> dict[str, str | None]: ...
+    def sizes(self, name: str, /) -> dict[str, int] | None: ...  # {file: bytes}
+    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]: ...
 
 
 class DiskPlace:
@@ -150,21 +143,18 @@ class DiskPlace:
         return read_bytes(path) if path.exists() else None
 
     def sizes(self, name: str) -> dict[str, int]:
-        try:
-            with os.scandir(self.path / name) as entries:
-                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.path / name) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        return {}
 
-    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
+    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
         folder = self.path / name
 
         def verdict(file: str) -> str | None:
             path = folder / file
             try:
                 size = path.stat().st_size if path.is_file() else None
-                # the size first, without reading a byte
-                reason = size_fault(file, size, files[file])
+                reason = size_fault(file, size, files[file])  # the size first, without reading a byte
                 if reason or file_entry(path, progress) == files[file]:
                     return reason
             except OSError as error:
@@ -180,19 +170,13 @@ class Health(NamedTuple):
 
     word: str
     reason: str | None = None
-    marker: Mapping = MappingProxyType({})
-    """{} if it cannot be read."""
-    files: Files = MappingProxyType({})
-    """What the place has, or should have, of the marker's files."""
+    marker: Mapping = MappingProxyType({})  # {} if it cannot be read
+    files: Files = MappingProxyType({})  # what the place has, or should have, of the marker's files
     num_bytes: int = 0
 
 
 def health(place: Place, name: str, of_run: bool = True, is_part: bool = False) -> Health:
-    """Judge a checkpoint by its marker and the sizes of its files.
-
-    of_run: its name must hold its step; a copy elsewhere may have any name. is_part: a node's own disk holds it,
-    so that some of its files may be elsewhere.
-    """
+    """Judge a checkpoint by marker and sizes. of_run: its name must hold its step. is_part: of a node's own disk."""
     sizes = place.sizes(name) or {}
     num_bytes = sum(sizes.values())
     try:
@@ -227,10 +211,7 @@ def step_fault(name: str, marker: dict) -> str | None:
 
 
 def damage(folder: Path) -> str | None:
-    """Return what is wrong with a committed checkpoint (a missing, cut or changed file); None if it is whole.
-
-    Compares every byte with the marker. Raises `UserError` if another version of this repository wrote it.
-    """
+    """Compare every byte of a checkpoint; returns what is wrong, or None. `UserError` if another version wrote it."""
     found = health(DiskPlace(folder.parent), folder.name, of_run=False)
     if found.word == OTHER_VERSION:
         raise UserError(found.reason)
@@ -241,7 +222,7 @@ def damage(folder: Path) -> str | None:
 
 def changed_files(folder: Path, files: Files) -> dict[str, str]:
     """Return {name: what is wrong} of the files that do not hold the bytes that were committed."""
-    verdicts = DiskPlace(folder.parent).verdicts(folder.name, files)
+    verdicts = DiskPlace(folder.parent).verdicts(folder.name, files, lambda num_bytes: None)
     return {name: reason for name, reason in verdicts.items() if reason}
 
 
@@ -258,10 +239,7 @@ def share_of(files: Files, rank: int, ranks: int) -> Files:
 
 
 def catalogue(run: RunFolder) -> list[dict]:
-    """List every checkpoint of a run as `entry_of` describes it, newest step first.
-
-    Besides the words of health there are two more states: weights only, set aside.
-    """
+    """List every checkpoint of a run by `entry_of`, newest step first; two more states: weights only, set aside."""
     place, is_part = DiskPlace(run.path), run.holds_parts()
 
     def entry(folder: Path, state: str | None = None) -> dict:
@@ -281,11 +259,7 @@ def catalogue(run: RunFolder) -> list[dict]:
 
 
 def entry_of(name: str, step: int, found: Health, changed: float | None = None) -> dict:
-    """Describe a checkpoint of a catalogue.
-
-    Returns {"folder", "step", "state", "reason", "bytes", "age_seconds", "saved", "ranks", "zero_stage", "tokens",
-    "loss", "eval_loss"}. changed: UNIX seconds of its last change, for one whose marker does not say when it was saved.
-    """
+    """Describe a checkpoint of a catalogue. changed: UNIX seconds, for a marker that does not say when it was saved."""
     marker = found.marker
     metrics, saved = marker.get("metrics", {}), marker.get("saved")
     when = unix_seconds(saved) if saved else changed
@@ -297,8 +271,7 @@ def entry_of(name: str, step: int, found: Health, changed: float | None = None) 
         "bytes": found.num_bytes,
         "age_seconds": None if when is None else max(0, int(time.time() - when)),
         **{key: marker.get(key) for key in ("saved", "ranks", "zero_stage", "tokens")},
-        "loss": metrics.get("loss"),
-        "eval_loss": metrics.get("eval_loss"),
+        **{key: metrics.get(key) for key in ("loss", "eval_loss")},
     }
 
 
@@ -312,8 +285,7 @@ class Retention:
 
     section: Checkpoints
     demote: Callable[[RunFolder, Path, Path], bool] | None = None
-    metric: str = "loss"
-    """The recipe's `evaluation.metric`, by which the best are ranked."""
+    metric: str = "loss"  # the recipe's `evaluation.metric`, by which the best are ranked
 
     def kept_steps(self, committed: Iterable[tuple[int, Mapping]]) -> set[int]:
         """Return the steps whose checkpoints are kept. committed: step and marker ({} if unreadable) of each."""

@@ -17,6 +17,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,7 @@ from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
 from pretraining.schema import check
 
 MARKER = "committed.json"
-GIVEN = "initial_weights"
-"""The event of a run that begins from weights that exist."""
+GIVEN = "initial_weights"  # the event of a run that begins from weights that exist
 FORMAT = 1
 THREADS = 8  # files read at once: the checksum releases the interpreter's lock while it computes
 # With the comma and the indent that json.dumps(indent=2) writes: the sealed marker is still JSON.
@@ -67,23 +67,15 @@ _OTHERS = {
     "metrics": {"type": "object", "patternProperties": {"(?s:.*)": {"type": ["number", "null"]}}},
     **{key: {"type": "object"} for key in ("data", "environment", "recipe")},
 }
-SHAPE = object_of(_FILES, _OTHERS)
-"""The same of a marker."""
+SHAPE = object_of(_FILES, _OTHERS)  # the same of a marker
 
 
 class MarkerDamage(ValueError):
     """A marker that does not say what was committed: it cannot be read, was edited, or is of another step."""
 
 
-def no_progress(num_bytes: int) -> None:
-    pass
-
-
-def file_entry(path: Path, progress: Callable[[int], None] = no_progress) -> dict:
-    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now.
-
-    progress: called with the number of bytes of each read.
-    """
+def file_entry(path: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> dict:
+    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now. progress: gets the bytes of each read."""
     digest, num_bytes = xxhash.xxh128(), 0
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     # unbuffered: Python would copy each byte once more
@@ -137,16 +129,12 @@ def parse_receipt(raw: bytes, where: Path | str) -> dict:
     try:
         return check(parse_json(raw), RECEIPT, str(where))
     except ValueError as error:
-        raise UserError(
-            f"{where}: damaged receipt ({error}); remove this checkpoint, and go on from another"
-        ) from None
+        remedy = "remove this checkpoint, and go on from another"
+        raise UserError(f"{where}: damaged receipt ({error}); {remedy}") from None
 
 
 def commit_checkpoint(folder: Path, content: dict) -> None:
-    """Write the marker of a checkpoint once all its `content["ranks"]` ranks have written their receipts.
-
-    Its files are those of the receipts, and the receipts themselves. Raises `FileNotFoundError` if one is missing.
-    """
+    """Write the marker, with the files of all `content["ranks"]` receipts; `FileNotFoundError` if one is missing."""
     files, receipts, ranks = {}, {}, content["ranks"]
     for rank in range(ranks):
         name = receipt_name(rank, ranks)
@@ -161,10 +149,7 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
 
 
 def write_marker(folder: Path, content: dict) -> None:
-    """Commit: once this returns, `folder` is a checkpoint, even if the power fails afterwards.
-
-    content: plain JSON values; `format` and the marker's own checksum are added.
-    """
+    """Commit: once this returns, `folder` is a checkpoint, even if the power fails. content: plain JSON values."""
     text = json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False)
     place_marker(folder, _with_checksum(text.removesuffix("\n}").encode()))
 
@@ -189,20 +174,15 @@ def place_marker(folder: Path, sealed: bytes) -> None:
 
 
 def read_marker(folder: Path) -> dict:
-    """Read the marker of a committed checkpoint.
-
-    Raises `FileNotFoundError` if there is none, so that the folder does not count as a checkpoint, `MarkerDamage` if it
-    was edited or damaged, and `UserError` if a newer version wrote it, or one from before this format.
-    """
+    """Read a marker. Raises `FileNotFoundError` (no checkpoint), `MarkerDamage`, or `UserError` (another version's)."""
     return parse_marker(read_bytes(folder / MARKER), folder)
 
 
 def marker_or_nothing(folder: Path) -> dict:
     """Read the marker; {} if it is missing, damaged or of another version: for callers that can do without."""
-    try:
+    with suppress(OSError, MarkerDamage, UserError):
         return read_marker(folder)
-    except (OSError, MarkerDamage, UserError):
-        return {}
+    return {}
 
 
 def parse_marker(raw: bytes, folder: Path | str) -> dict:
@@ -227,10 +207,8 @@ def parse_marker(raw: bytes, folder: Path | str) -> dict:
     except (ValueError, UserError) as error:
         raise MarkerDamage(str(error)) from None
     if content["format"] > FORMAT:
-        raise UserError(
-            f"{folder}: written by a newer version (format {content['format']}; this one reads up to {FORMAT}): "
-            "update this repository"
-        )
+        what = f"written by a newer version (format {content['format']}; this one reads up to {FORMAT})"
+        raise UserError(f"{folder}: {what}: update this repository")
     try:
         if "saved" in check(content, SHAPE, MARKER):
             unix_seconds(content["saved"])
@@ -247,22 +225,15 @@ def _with_checksum(body: bytes) -> bytes:
 class Start:
     """The point from which a run begins or goes on."""
 
-    checkpoint: Path | None = None
-    """None begins the run."""
+    checkpoint: Path | None = None  # None begins the run
     step: int = 0
-    tokens: int = 0
-    """Training tokens consumed until then."""
-    changes: tuple[dict, ...] = ()
-    """What was changed on request since the beginning: {"step", "key", "from", "to"} each."""
+    tokens: int = 0  # training tokens consumed until then
+    changes: tuple[dict, ...] = ()  # changed on request so far: {"step", "key", "from", "to"} each
     journal: Journal = NOTHING_HEALED
-    starts_over: bool = False
-    """`--resume never`: what an earlier run left in the folder is set aside."""
-    fetch: Callable[[str], object] | None = None
-    """Brings a file of the checkpoint that this node lacks from the store; None: it needs nothing of it."""
-    initial_weights: dict | None = None
-    """Source and digest of the weights that the run began with; None: it drew them."""
-    validation: dict | None = None
-    """What was measured after its step: a checkpoint that was saved before that has it in the marker alone."""
+    starts_over: bool = False  # `--resume never`: what an earlier run left in the folder is set aside
+    fetch: Callable[[str], object] | None = None  # brings a file that is not here from the store
+    initial_weights: dict | None = None  # source and digest of given weights; None: the run drew its own
+    validation: dict | None = None  # what was measured after its step, and is perhaps in the marker alone
 
     @classmethod
     def at(cls, checkpoint: Path) -> "Start":
@@ -282,10 +253,9 @@ class Start:
             return self
         earlier = None if self.starts_over else from_rank_0(lambda: run.last_event(GIVEN))
         if earlier is not None and earlier["digest"] != facts["digest"]:
-            raise UserError(
-                f"{run.path}: the run began with other weights of {earlier['source']} ({earlier['digest']}) than are "
-                f"there now ({facts['digest']}); bring them back, or start over with --resume never"
-            )
+            what = f"the run began with other weights of {earlier['source']} ({earlier['digest']}) than are there"
+            remedy = "bring them back, or start over with --resume never"
+            raise UserError(f"{run.path}: {what} now ({facts['digest']}); {remedy}")
         return replace(self, initial_weights=facts)
 
     def progress(self, recipe: Recipe) -> Progress:
@@ -297,18 +267,13 @@ class Identity:
     """What every marker of one start says, at any step."""
 
     recipe: Recipe
-    manifest: dict
-    """That of the prepared data."""
-    layout: dict
-    """Ranks and ZeRO stage, among others (`RunPlan.layout`)."""
+    manifest: dict  # that of the prepared data
+    layout: dict  # ranks and ZeRO stage, among others (`RunPlan.layout`)
     environment: dict
     start: Start
 
     def marker_at(self, step: int, log_history: list[dict]) -> dict:
-        """Return the marker of a checkpoint after `step`, without its files.
-
-        log_history: the Trainer's. What it logged at `step` itself of the loss and of the validation is in the marker.
-        """
+        """Return the marker after `step`, without its files. log_history: the Trainer's, with metrics of that step."""
         recipe, progress = self.recipe.to_dict(), self.start.progress(self.recipe)
         # Sorted keys, so that a recipe written in another order has the same fingerprint.
         curve = json.dumps(curve_parts(recipe), sort_keys=True, ensure_ascii=False).encode()

@@ -28,19 +28,14 @@ from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.schema import check
 
 _LIVE_SECONDS = 60.0
-LIVE_LOG_BYTES = 64 << 10
-"""How much of the end of a log is sent while the run lives: a log that grows is sent anew, as stores cannot append."""
-_LAST_SECONDS = 60.0
-"""How long the end of a run waits for a store that does not take its last files."""
-_FAILING_SECONDS = 10.0
-"""How long a rank that fails waits for the store: its launcher may kill it soon."""
+LIVE_LOG_BYTES = 64 << 10  # of the end of a log, which is sent anew if it grows: stores cannot append
+_LAST_SECONDS = 60.0  # how long the end of a run waits for a store that does not take its last files
+_FAILING_SECONDS = 10.0  # how long a rank that fails waits for the store: its launcher may kill it soon
 
 LIVE_FILES = (*RUN_FILES, "plan.json", "environment.json", "mixture.json", "console.log", "report.html")
 """Files of rank 0's disk, which are sent while the run lives."""
-NODES = "nodes"
-"""Folder of the store with a folder of each node."""
-NODE_FOLDERS = ("failures", "logs", "heartbeats", "stacks")
-"""Folders of a run folder that have a file of each rank of the node."""
+NODES = "nodes"  # folder of the store with a folder of each node
+NODE_FOLDERS = ("failures", "logs", "heartbeats", "stacks")  # each has a file of each rank of the node
 
 
 @contextmanager
@@ -108,10 +103,9 @@ _NODE = object_of({"name": NAME, **dict.fromkeys(("host", "began", "store"), TEX
 
 
 def _node(run: RunFolder) -> dict:
-    try:
+    with suppress(OSError, ValueError, UserError):
         return check(read_json_value(run.node), _NODE, str(run.node))
-    except (OSError, ValueError, UserError):
-        return {}
+    return {}
 
 
 class LiveFiles:
@@ -143,11 +137,7 @@ class LiveFiles:
 
 
 def fetch_records(address: str, place: Path) -> RunFolder:
-    """Bring what all nodes of a run have sent into a new folder, as if they had shared a disk.
-
-    Of the checkpoints comes the marker of the newest alone. Raises `UserError` if there is no run at the address, or
-    the store cannot be used.
-    """
+    """Bring what all nodes of a run sent, and its newest marker, into a new folder; `UserError` if there is no run."""
     remote = RemoteRun(address, patience=Patience(_LAST_SECONDS))
     run = RunFolder(place / remote.address.rpartition("/")[2])
     run.path.mkdir(parents=True)
@@ -155,17 +145,15 @@ def fetch_records(address: str, place: Path) -> RunFolder:
         if (content := remote.read_if_there(file)) is not None:
             (run.path / file).write_bytes(content)
     if not run.events.exists():
-        raise UserError(
-            f"{address}: no run there ({run.events.name} is missing); s3://bucket/runs/30b is one's address"
-        )
+        what = f"no run there ({run.events.name} is missing)"
+        raise UserError(f"{address}: {what}; s3://bucket/runs/30b is one's address")
     # the records of all nodes, in the order of their starts
     nodes = []
     for node in remote.sizes(NODES) or {}:
         folder = f"{NODES}/{node}"
         names = [name for name in remote.sizes(folder) or {} if name not in NODE_FOLDERS]
-        names += [
-            f"{each}/{name}" for each in NODE_FOLDERS for name in remote.sizes(f"{folder}/{each}") or {}
-        ]
+        for each in NODE_FOLDERS:
+            names += [f"{each}/{name}" for name in remote.sizes(f"{folder}/{each}") or {}]
         found = ((name, remote.read_if_there(f"{folder}/{name}")) for name in names)
         read = {name: content for name, content in found if content is not None}
         began = ""  # when the newest start of the run began there
@@ -181,8 +169,7 @@ def fetch_records(address: str, place: Path) -> RunFolder:
     for name, contents in parts.items():
         path = run.path / name
         path.parent.mkdir(exist_ok=True)
-        # A log and the rows of failures begin with their time.
-        path.write_bytes(b"".join(sorted(contents)))
+        path.write_bytes(b"".join(sorted(contents)))  # a log and the rows of failures begin with their time
     if (newest := newest_stored(remote, -1)) is not None:
         name, marker, _ = newest
         (run.path / name).mkdir()
@@ -192,10 +179,7 @@ def fetch_records(address: str, place: Path) -> RunFolder:
 
 @contextmanager
 def records_of(run: str) -> Iterator[tuple[Path, str]]:
-    """Yield a folder with the records of all ranks, and its name: that of the run, or its address in a store.
-
-    run: a run folder, or an address. If it is the folder of one node among several, the store has the others' records.
-    """
+    """Yield a folder with the records of all ranks, and its name; for one node's folder the store has the others'."""
     if not is_remote(run) and (Path(run) / NODES).is_dir():
         run = address = str(Path(run).absolute())  # the run's place in a store that is mounted here
     else:

@@ -4,8 +4,6 @@ An optimizer steps tensors. Without ZeRO each tensor is a parameter. With ZeRO e
 holds pieces of many parameters and padding. Here both are a `Block` with its `Piece`s.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +27,7 @@ class Piece(NamedTuple):
     start: int
     numel: int
     offset: int
-    cut: Cut | None = None
-    """The part of the parameter in which `start` counts, if a layer is split over ranks."""
+    cut: Cut | None = None  # the part in which `start` counts, if a layer is split over ranks
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the piece's elements in the block's tensor, or in a state of its size, as a view."""
@@ -39,16 +36,13 @@ class Piece(NamedTuple):
 
 @dataclass
 class Block:
-    """A tensor that the optimizer steps.
-
-    group: index of the optimizer's parameter group. parameters: names of all parameters that step with this block,
-    even if no piece of them is on this rank, because the scalars of the block are theirs too.
-    """
+    """A tensor that the optimizer steps."""
 
     tensor: torch.Tensor
-    group: int
+    group: int  # index of the optimizer's parameter group
     optimizer: torch.optim.Optimizer
     pieces: list[Piece]
+    # all that step with this block, even without a piece on this rank: the block's scalars are theirs too
     parameters: list[str]
 
     @property
@@ -58,10 +52,8 @@ class Block:
 
     def per_element(self) -> dict[str, torch.Tensor]:
         """Return {state: tensor} of the block's size; the master weights are one of them."""
-        return {
-            MASTER: self.tensor,
-            **{k: v for k, v in self.state.items() if _is_per_element(k, v, self.tensor)},
-        }
+        kept = {k: v for k, v in self.state.items() if _is_per_element(k, v, self.tensor)}
+        return {MASTER: self.tensor, **kept}
 
     def scalars(self) -> dict[str, int | float]:
         """Return the numbers that the optimizer keeps for the block, such as Adam's `step`."""
@@ -88,7 +80,7 @@ def _share_of(piece: Piece, rank: int, ranks: int) -> Piece:
     return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
 
 
-def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> LiveState:
+def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "LiveState":
     """Return the state of an unwrapped model and its optimizer, also if accelerate and DeepSpeed have wrapped it."""
     # accelerate wraps every optimizer, DeepSpeed's too.
     while type(optimizer).__module__.startswith("accelerate."):
@@ -99,9 +91,8 @@ def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Live
     if deepspeed.is_stage_1_or_2(optimizer):
         return PartitionedOptimizer(model, optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"checkpoints cannot read DeepSpeed's {type(optimizer).__name__}: choose another ds_config"
-        )
+        kind = type(optimizer).__name__
+        raise UserError(f"checkpoints cannot read DeepSpeed's {kind}: choose another ds_config")
     return LiveState(model, optimizer)
 
 
@@ -118,8 +109,7 @@ class LiveState:
         self.loss_scaler = getattr(optimizer, "loss_scaler", None) if self.is_partitioned else None
         """DeepSpeed's own (fp16), or None."""
         # Without a partition, states that have a shape of their own are the same on every rank.
-        self.owns_whole = self.is_partitioned or dist.get_rank() == 0
-        """Whether this rank saves those states."""
+        self.owns_whole = self.is_partitioned or dist.get_rank() == 0  # whether this rank saves those states
         # what this rank holds of a parameter whose layer is split over ranks; None: all of it
         self.cuts = {
             name: Cut.of(deepspeed.whole_shape(parameter), parts) if parts else None
@@ -184,10 +174,7 @@ class PartitionedOptimizer(LiveState):
 
 
 class PartitionedParameters(PartitionedOptimizer):
-    """ZeRO-3: each rank has an equal part of every parameter, the last with padding.
-
-    The parts are in sub-groups, which may be on NVMe.
-    """
+    """ZeRO-3: each rank has an equal part, perhaps padded, of every parameter, in sub-groups that may be on NVMe."""
 
     def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
         start, own = deepspeed.own_partition(self.frozen[name])
@@ -224,10 +211,7 @@ class PartitionedParameters(PartitionedOptimizer):
 
 
 def set_block(block: Block, reader: CheckpointReader) -> None:
-    """Set a block's master weights and optimizer states; only one piece of a parameter is in memory at a time.
-
-    Raises `UserError` if the checkpoint does not keep what this optimizer needs.
-    """
+    """Set a block's masters and states, one piece of a parameter in memory at a time; `UserError` if one is missing."""
     for piece in block.pieces:
         elements = reader.read(MASTER, piece.parameter, piece.start, piece.numel, piece.cut)
         piece.of(block.tensor).copy_(elements)
@@ -238,10 +222,8 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
         return
     saved = counts[0]
     if any(values != saved for values in counts):
-        raise UserError(
-            f"{reader.folder}: the optimizer's counts differ between {block.parameters[0]} and others of its "
-            "group, which ZeRO keeps as one: resume without ZeRO"
-        )
+        what = f"the optimizer's counts differ between {block.parameters[0]} and others of its group"
+        raise UserError(f"{reader.folder}: {what}, which ZeRO keeps as one: resume without ZeRO")
     probe, kept = _states_after_a_step(block, int(saved.get("step", 1)))
     live = block.optimizer.state[block.tensor]
     for key, example in kept.items():
@@ -271,10 +253,9 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
 
 def _other_states(block: Block, key: str, parameter: str, reader: CheckpointReader) -> UserError:
     found = [*reader.states(parameter), *(f"{state} (factored)" for state in reader.whole_states(parameter))]
-    return UserError(
-        f"{reader.folder} has {', '.join(found)} of {parameter}, and {type(block.optimizer).__name__} at this ZeRO "
-        f"stage needs {key}: resume with the optimizer and the kind of sharding that saved it"
-    )
+    what = f"has {', '.join(found)} of {parameter}, and {type(block.optimizer).__name__} at this ZeRO stage"
+    remedy = "resume with the optimizer and the kind of sharding that saved it"
+    return UserError(f"{reader.folder} {what} needs {key}: {remedy}")
 
 
 def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:

@@ -79,21 +79,13 @@ class CheckpointManager(TrainerCallback):
         remote = section.upload and RemoteRun(section.upload, run.path.name)
         self.uploader = Uploader(run, remote, section.upload_mirror, self.retention) if remote else None
         self.writer = CheckpointWriter(
-            run,
-            commit_checkpoint,
-            after_commit=self._remove_old,
-            on_committed=self._upload,
-            background=section.background,
-            on_full_disk=section.on_full_disk,
+            run, commit_checkpoint, self._remove_old, self._upload, section.background, section.on_full_disk
         )
         self._last_saved: int | None = None
         self._last_logged: dict | None = None
 
     def save(self, trainer: Trainer, validation_follows: bool = False) -> None:
-        """Begin to save the Trainer's state of this step; returns once it is copied and may change.
-
-        validation_follows: `add_validation` is called once this step is validated.
-        """
+        """Begin to save this step; returns once its state is copied. validation_follows: so does `add_validation`."""
         step = trainer.state.global_step
         # After the validation the Trainer asks for the same save again, and when it leaves its loop once more.
         if self._last_saved == step:
@@ -115,20 +107,15 @@ class CheckpointManager(TrainerCallback):
             self._upload(folder)
 
     def load_state(self, trainer: OpenTrainer, folder: Path) -> None:
-        """Set weights, optimizer states, schedule and loss scaler of a prepared Trainer from a checkpoint, in place.
-
-        Takes memory for the largest piece of a parameter that this rank holds. Raises `UserError` if the checkpoint
-        does not fit the model or the optimizer.
-        """
+        """Set a prepared Trainer from a checkpoint, in place, piece by piece; `UserError` if that does not fit."""
         fetch = self.start.fetch or (None if self.run.disks.shared else fetch_nothing)
         reader = CheckpointReader(folder, fetch, first=dist.get_rank())
         live = live_state(trainer.model, trainer.optimizer)
         ours, theirs = {name: whole_shape(p) for p, name in live.names.items()}, reader.parameters
         if changed := [name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)]:
             name = min(changed)
-            raise UserError(
-                f"{folder} is of another model: {name} is {theirs.get(name)} there and {ours.get(name)} here"
-            )
+            what = f"{name} is {theirs.get(name)} there and {ours.get(name)} here"
+            raise UserError(f"{folder} is of another model: {what}")
         with torch.no_grad(), long_work():
             for block in live.blocks:
                 with live.held(block, changed=True):
@@ -224,13 +211,9 @@ class CheckpointManager(TrainerCallback):
 
 
 class RankShare(NamedTuple):
-    """What one rank writes of a checkpoint."""
-
-    tensors: Mapping[str, torch.Tensor]
-    """By key; they may be views of live tensors, which the next step changes."""
+    tensors: Mapping[str, torch.Tensor]  # by key; perhaps views of live tensors, which the next step changes
     files: Mapping[str, bytes]
-    receipt: Mapping
-    """What else its receipt holds, as JSON."""
+    receipt: Mapping  # what else its receipt holds, as JSON
 
 
 def rank_share(trainer: OpenTrainer) -> RankShare:
@@ -306,8 +289,7 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
             yield fragment_key(state, name, None), tensor
         for name, buffer in _persistent_buffers(live.model).items():
             yield fragment_key(BUFFER, name, 0), buffer.detach().reshape(-1)
-    # uint8 states of torch's generators
-    yield "rng/torch", torch.random.get_rng_state()
+    yield "rng/torch", torch.random.get_rng_state()  # uint8 states of torch's generators
     if torch.cuda.is_available():
         yield "rng/cuda", torch.cuda.random.get_rng_state()
 

@@ -30,7 +30,6 @@ from pretraining.checkpoints.format import (
     MarkerDamage,
     digest_entry,
     file_entry,
-    no_progress,
     parse_marker,
     read_marker,
 )
@@ -40,26 +39,22 @@ from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
-from pretraining.runtime.process_group import rank_and_world_size
+from pretraining.runtime.process_group import own_rank
 
-FIRST_CONTACT_SECONDS = 60.0
-"""How long the start waits for a store: if it does not answer then, its address is probably misspelt."""
+FIRST_CONTACT_SECONDS = 60.0  # of a start, for a store: one that is silent then is probably misspelt
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
 RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
 """Files of the run folder that a start on an empty machine needs besides the checkpoint."""
 
-_BLOCK_BYTES = 32 << 20
-"""How much of a file a rank holds in memory during its upload."""
+_BLOCK_BYTES = 32 << 20  # how much of a file a rank holds in memory during its upload
 _PIECE_BYTES = 256 << 10
 _AHEAD_BYTES = 16 << 20
 _CHUNK_BYTES = 8 << 20
 _MOST_BLOCKS = 9_000  # S3 takes 10,000 parts a file
 _RANGE_BYTES = 16 << 20  # with all threads, 128 MiB of host memory a rank
-_FILES = 4
-"""Files fetched at once: while one is written to the disk, the store sends others."""
+_FILES = 4  # files fetched at once: while one is written to the disk, the store sends others
 _LOOK_SECONDS = 1.0
-_ATTEMPTS = 3
-"""If a file arrives damaged in each of them, it is damaged in the store."""
+_ATTEMPTS = 3  # if a file arrives damaged in each of them, it is damaged in the store
 
 
 class RemoteRun(Store):
@@ -92,10 +87,9 @@ class RemoteRun(Store):
         """Read a small file; None if there is none."""
 
         def read() -> bytes | None:
-            try:
+            with suppress(FileNotFoundError):  # `ask` would report it as a wrong address
                 return self._whole(path)
-            except FileNotFoundError:  # `ask` would report it as a wrong address
-                return None
+            return None
 
         return self.patience.ask(read, self.where(path))
 
@@ -228,7 +222,7 @@ class RemoteRun(Store):
     def marker(self, name: str) -> bytes | None:
         return self.read_if_there(f"{name}/{MARKER}")
 
-    def verdicts(self, name: str, files: Files, progress: Progress = no_progress) -> dict[str, str | None]:
+    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
         """Compare every byte of these files with what was committed, as `Place` says; nothing that is read is kept."""
         sizes = self.sizes(name) or {}
 
@@ -264,10 +258,8 @@ def _refusal(error: Exception, what: str) -> UserError | None:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return UserError(f"{what}: no such bucket or folder ({reason}); make it, or check checkpoints.upload")
     if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-        return UserError(
-            f"{what}: no permission ({reason}); check the rights of the account and the variables that hold its "
-            "credentials"
-        )
+        remedy = "check the rights of the account and the variables that hold its credentials"
+        return UserError(f"{what}: no permission ({reason}); {remedy}")
     if isinstance(error, NotImplementedError):
         return UserError(f"{what}: nothing can be written there; choose another checkpoints.upload")
     return None
@@ -276,11 +268,7 @@ def _refusal(error: Exception, what: str) -> UserError | None:
 def newest_stored(
     remote: RemoteRun, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
 ) -> tuple[str, bytes, str | None] | None:
-    """Find the newest checkpoint of the store with a marker and a step between `above` and `below`.
-
-    Checkpoints that a rollback of `journal` has left behind do not count. Returns its name, the bytes of its marker,
-    and what is wrong with that or None; None if there is no such checkpoint.
-    """
+    """Find the newest marker with a step in between that `journal` leaves: (name, bytes, what is wrong or None)."""
     for name in remote.checkpoints():
         # each look at a marker is a request to the store
         if not above < step_in(name) < below or (content := remote.marker(name)) is None:
@@ -365,10 +353,7 @@ def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> str 
 
 
 def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
-    """Fetch one more file of a checkpoint into its folder; ranks of a node that want the same one wait for the first.
-
-    Returns True. Raises `UserError` if the store fails, or holds other bytes than were committed.
-    """
+    """Fetch one more file, for which ranks of a node wait together; returns True, or raises `UserError`."""
     entry = read_marker(folder)["files"][file]
     with long_work(), open(folder / f".{file}.lock", "w", opener=regular) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -386,7 +371,7 @@ def fetch_absent(remote: RemoteRun, folder: Path, file: str) -> bool:
 @contextmanager
 def fetching_bar(where: str, folder: Path, files: dict[str, dict]) -> Iterator[None]:
     """Show on rank 0's stderr, while the block runs, how much of these files the folder holds, by all ranks."""
-    if rank_and_world_size()[0] != 0:
+    if own_rank() != 0:
         yield
         return
 

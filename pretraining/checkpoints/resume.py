@@ -50,30 +50,17 @@ from pretraining.runtime.durable_files import replacing, replacing_folder, rows_
 from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.lock import move_lock
-from pretraining.runtime.process_group import (
-    from_rank,
-    from_rank_0,
-    gather_from_ranks,
-    rank_and_world_size,
-    together,
-)
+from pretraining.runtime.process_group import from_rank, from_rank_0, gather_from_ranks, own_rank, together
 from pretraining.runtime.processes import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import STARTS, RunFolder
 from pretraining.schema import check, differences, display_path, listed
 
-_MEETING = ".nodes"
-"""File of the store by which every node shows that it reads what rank 0 writes."""
-STEP_SIZES = (STEP_SIZE, RAMP)
-"""Keys that say how many tokens a step has."""
+_MEETING = ".nodes"  # file of the store by which every node shows that it reads what rank 0 writes
+STEP_SIZES = (STEP_SIZE, RAMP)  # keys that say how many tokens a step has
 
 
 def find_start(
-    run: RunFolder,
-    recipe: Recipe,
-    data: PreparedData,
-    resume: str,
-    allowed: Sequence[str],
-    layout: dict | None = None,
+    run: RunFolder, recipe: Recipe, data: PreparedData, resume: str, allowed: Sequence[str], layout: dict
 ) -> Start:
     """Find where to begin or continue; rank 0 decides, and every rank gets the same answer or the same `UserError`.
 
@@ -113,10 +100,9 @@ def find_start(
         refuse_lost_rollbacks(checkpoint, run, journal)
         if changes and start.step >= start.progress(recipe).last_step:
             keys = ", ".join(each.key for each in changes)
-            raise UserError(
-                f"{run.path}: all {start.step:,} steps are done, so that changing {keys} would change none of them; "
-                "make a run of its own (python -m pretraining.checkpoints branch), or start over with --resume never"
-            )
+            what = f"all {start.step:,} steps are done, so that changing {keys} would change none of them"
+            remedy = "make a run of its own (python -m pretraining.checkpoints branch)"
+            raise UserError(f"{run.path}: {what}; {remedy}, or start over with --resume never")
         accepted = [each.accepted_at(start.step) for each in changes]
         return replace(start, changes=(*start.changes, *accepted), journal=journal)
 
@@ -155,10 +141,9 @@ def changes_since(
         if any(change.key.startswith("model.") for change in changes):
             held, now = Weights.split(marker["recipe"]["model"])[0], recipe.model
             if held["model_type"] != now["model_type"] or model_size(held).parts != model_size(now).parts:
-                raise UserError(
-                    f"{checkpoint} holds weights of other shapes: {listed(differences(held, now, 'model'))}; give this "
-                    "model its own folder with --output_dir, or start over with --resume never"
-                )
+                what = f"holds weights of other shapes: {listed(differences(held, now, 'model'))}"
+                remedy = "give this model its own folder with --output_dir, or start over with --resume never"
+                raise UserError(f"{checkpoint} {what}; {remedy}")
         data, data_now = marker["data"], described_data(recipe, manifest)
         # of tokens that were not there yet, their origin counts
         is_early = any(each["fingerprint"].startswith(ORIGIN) for each in (data, data_now))
@@ -244,16 +229,9 @@ def begin_run(
         cuts = dataset.cut_shares()
         if cuts is not None:
             print(cuts_text(cuts))
-        run.add_event(
-            kind,
-            step=start.step,
-            checkpoint=start.checkpoint and start.checkpoint.name,
-            **plan.layout,
-            **disks,
-            **launch_details(),
-            # None: the blocks are not packed.
-            **({} if cuts is None else {"cuts": cuts}),
-        )
+        begun = {"step": start.step, "checkpoint": start.checkpoint and start.checkpoint.name, **plan.layout}
+        share = {} if cuts is None else {"cuts": cuts}  # None: the blocks are not packed
+        run.add_event(kind, **begun, **disks, **launch_details(), **share)
         if start.initial_weights and start.checkpoint is None:
             run.add_event(GIVEN, **start.initial_weights)
         plan.verdict.keep(run, start.step)
@@ -310,10 +288,8 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
             continue
         effect = _effect_on_rate(change, recipe, start)
         run.add_event("change_accepted", **change, **({"effect": effect} if effect else {}))
-        words = (
-            f"{change['key']} is {change['to']!r} from step {change['step']:,} on, and was {change['from']!r}"
-        )
-        print(f"accepted: {words}{'; ' if effect else ''}{effect}", flush=True)
+        words = f"accepted: {change['key']} is {change['to']!r} from step {change['step']:,} on"
+        print(f"{words}, and was {change['from']!r}{'; ' if effect else ''}{effect}", flush=True)
     if start.changes or known:
         write_json(run.changes, list(start.changes))
 
@@ -356,10 +332,8 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
             '--set training.save_strategy="no"'
         )
     if recipe.checkpoints.demote_to_weights:
-        raise UserError(
-            f"{what}: checkpoints.demote_to_weights needs all files of a checkpoint in one place; set it to false, or "
-            "give --output_dir on a shared disk"
-        )
+        why = "checkpoints.demote_to_weights needs all files of a checkpoint in one place"
+        raise UserError(f"{what}: {why}; set it to false, or give --output_dir on a shared disk")
     remote, token = RemoteRun(upload, run.path.name).at_first_contact(), uuid.uuid4().hex.encode()
 
     def write() -> bool:
@@ -377,10 +351,8 @@ def refuse_lone_disks(run: RunFolder, recipe: Recipe) -> None:
     hosts = gather_from_ranks(socket.gethostname())
     apart = [host for host, same in zip(hosts, gather_from_ranks(reads), strict=True) if not same]
     if apart:
-        raise UserError(
-            f"checkpoints.upload: {remote.address} is another place on {', '.join(apart)} than on {hosts[0]}; "
-            "all nodes must reach the same store"
-        )
+        what = f"{remote.address} is another place on {', '.join(apart)} than on {hosts[0]}"
+        raise UserError(f"checkpoints.upload: {what}; all nodes must reach the same store")
 
 
 def bring_history(run: RunFolder, upload: str | None) -> None:
@@ -409,7 +381,7 @@ def bring_history(run: RunFolder, upload: str | None) -> None:
     if remote is not None and from_rank_0(lambda: num_starts(in_store)) > starts[owner]:
         from_rank_0(lambda: write({name: remote.read_if_there(name) for name in RUN_FILES}))
     elif starts[owner] > starts[0]:
-        paths = [run.path / name for name in RUN_FILES if rank_and_world_size()[0] == owner]
+        paths = [run.path / name for name in RUN_FILES if own_rank() == owner]
         history = from_rank(owner, {path.name: path.read_bytes() for path in paths if path.exists()})
         from_rank_0(lambda: write(history))
 

@@ -28,10 +28,8 @@ from pretraining.schema import check
 
 FORMAT = 1
 STATE_FILE = "state.json"
-MASTER = "master"
-"""The state that holds the fp32 weights."""
-BUFFER = "buffer"
-"""The state that holds the model's persistent buffers."""
+MASTER = "master"  # the state that holds the fp32 weights
+BUFFER = "buffer"  # the state that holds the model's persistent buffers
 
 _CHUNK_BYTES = 1 << 24
 _MAPPED_BYTES = 1 << 28  # resident pages of the mapped files stay below this
@@ -197,8 +195,7 @@ class Fragment(NamedTuple):
     numel: int
     file: str
     key: str
-    cut: Cut | None = None
-    """In which `start` counts; None: in the flattened parameter."""
+    cut: Cut | None = None  # in which `start` counts; None: in the flattened parameter
 
 
 class _Missing(UserError):
@@ -316,10 +313,7 @@ class CheckpointReader:
     def read(
         self, state: str, parameter: str, start: int = 0, numel: int | None = None, cut: Cut | None = None
     ) -> torch.Tensor:
-        """Return the elements [start, start + numel) of a state of the flattened parameter, as a new 1-D tensor.
-
-        cut: count in this cut of the parameter. Raises `UserError` if the files do not cover the slice.
-        """
+        """Return elements of a flattened state, or of its `cut`, as a new tensor; `UserError` if some are missing."""
         while True:
             try:
                 return self._read(state, parameter, start, numel, cut)
@@ -425,8 +419,7 @@ def assemble(reader: CheckpointReader, parameter: str, state: str = MASTER) -> t
 
 _TENSOR = object_of({"shape": {"type": "array", "items": COUNT}})
 _TENSORS = {"type": "object", "patternProperties": {"(?s:.*)": _TENSOR}}
-_STATE = object_of({"parameters": _TENSORS}, {"buffers": _TENSORS})
-"""What every reader of state.json relies on."""
+_STATE = object_of({"parameters": _TENSORS}, {"buffers": _TENSORS})  # what every reader of state.json needs
 
 
 def read_state(folder: Path) -> dict:
@@ -434,25 +427,20 @@ def read_state(folder: Path) -> dict:
     try:
         state = read_json_value(folder / STATE_FILE)
     except FileNotFoundError:
-        raise UserError(
-            f"{folder} is no checkpoint of this version's format ({STATE_FILE} is missing): start over with "
-            "--resume never, or continue it with the version that wrote it"
-        ) from None
+        what = f"is no checkpoint of this version's format ({STATE_FILE} is missing)"
+        remedy = "start over with --resume never, or continue it with the version that wrote it"
+        raise UserError(f"{folder} {what}: {remedy}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / STATE_FILE}: cannot be read ({error})") from error
     state = check(state, {"type": "object"}, str(folder / STATE_FILE))
     if state.get("format") != FORMAT:
-        raise UserError(
-            f"{folder} has format {state.get('format')} and this version reads {FORMAT}: update the repository"
-        )
+        what = f"has format {state.get('format')} and this version reads {FORMAT}"
+        raise UserError(f"{folder} {what}: update the repository")
     return check(state, _STATE, str(folder / STATE_FILE))
 
 
 def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
-    """Return the ranks' files in their order; `UserError` if they are not all of one save.
-
-    incomplete: some of them need not be there.
-    """
+    """Return the ranks' files in order; `UserError` if they are not one save's. incomplete: some may be missing."""
     # Every name says how many files there must be: a file of another save, or a missing one, shows.
     found = sorted(match[0] for path in folder.iterdir() if (match := _RANK_FILE.fullmatch(path.name)))
     expected = int(_RANK_FILE.fullmatch(found[0])[2]) if found else 1
@@ -464,10 +452,7 @@ def _rank_files(folder: Path, incomplete: bool = False) -> list[str]:
 
 
 def mean_running_loss(folder: Path, savers: Iterable[int], ranks: int) -> dict | None:
-    """Return the mean over savers of the losses since the last logged step, and these steps; None if none has any.
-
-    savers: of the `ranks` that saved, those that are asked.
-    """
+    """Return the mean over `savers` of the losses since the last logged step, and these steps; None if none has any."""
     receipts = [read_receipt(folder, rank, ranks) for rank in savers]
     saved = [receipt["running_loss"] for receipt in receipts if "running_loss" in receipt]
     if not saved:

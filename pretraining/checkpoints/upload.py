@@ -6,8 +6,6 @@ that is an event and never stops the run. Only one checkpoint is uploaded at a t
 meantime, only the newest is uploaded, next or at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -48,8 +46,7 @@ _CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing an
 
 LIST = "published.json"
 """File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
-_SEND, _SENT = b"send", b"sent"
-"""Messages: what rank 0 finds is to be done with a checkpoint, and that a rank has done it."""
+_SEND, _SENT = b"send", b"sent"  # what rank 0 finds is to be done with a checkpoint; a rank has done it
 
 
 class _GivenUp(Exception):
@@ -140,7 +137,7 @@ class Uploader:
         if self.rank == 0:
             self.run.add_event(kind, **details)
 
-    def _send(self, parcel: Parcel) -> None:
+    def _send(self, parcel: "Parcel") -> None:
         """Send this rank's part, without what an interrupted upload has sent already."""
         began, upload = time.perf_counter(), f"{self._attempt}.{self._num_uploads}"
         if self.rank:
@@ -156,10 +153,8 @@ class Uploader:
             with suppress(UserError, ValueError):
                 saved = parse_marker(marker, self.remote.address).get("saved")
             if saved is not None and unix_seconds(saved) > self._began:  # after this start, and not by it
-                raise UserError(
-                    "another run commits to the same place; give one of them another name, --output_dir or "
-                    "checkpoints.upload"
-                )
+                remedy = "give one of them another name, --output_dir or checkpoints.upload"
+                raise UserError(f"another run commits to the same place; {remedy}")
             self.remote.remove(f"{parcel.name}/{MARKER}")
         if self.ranks > 1:
             self._messages.remove(f"{self._attempt}.{self._num_uploads - 1}/plan")  # all have read that one
@@ -197,16 +192,15 @@ class Uploader:
             self.remote.remove_checkpoint(self._removed_here[0])
             self._removed_here.pop(0)
 
-    def _send_own(self, parcel: Parcel) -> None:
+    def _send_own(self, parcel: "Parcel") -> None:
         """Send the files of each saving rank that is this rank's to send, and then its receipt."""
         for receipt, content in parcel.receipts.items():
             where = f"{parcel.name}/{receipt}"
             if self.remote.read_if_there(where) == content:
                 continue
             for name, entry in parcel.files_of(receipt).items():
-                self.remote.write(
-                    f"{parcel.name}/{name}", partial(parcel.chunks, name, entry), entry["bytes"]
-                )
+                chunks = partial(parcel.chunks, name, entry)
+                self.remote.write(f"{parcel.name}/{name}", chunks, entry["bytes"])
             self.remote.write_bytes(where, content)
 
     def _await(self, name: str, last: bool = False) -> bytes:
@@ -357,8 +351,7 @@ def to_store(files: dict[str, Path], address: str) -> dict:
         raise UserError(f"{store.where(LIST)}: no list of what was published ({error}); remove it") from None
     changed = [name for name in files if known.get(name) != entries[name]]
     if changed or known.keys() != entries.keys():
-        # the list must not vouch for files that are about to change
-        store.remove(LIST)
+        store.remove(LIST)  # the list must not vouch for files that are about to change
         for each in changed:
             store.write_file(each, files[each])
         for each in known.keys() - entries.keys():

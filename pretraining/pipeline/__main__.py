@@ -34,13 +34,8 @@ A step runs if what it depends on has changed; else one line says why it is up t
 a stop, a failure or a kill. --from runs a step and those after it although they are up to date.
 exit codes: 0 all is up to date, 2 a step was refused, 75 stopped on request; else that of the step which failed."""
 
-FOLLOWS = {
-    "doctor": ("prepare",),
-    "train": ("prepare",),
-    "evaluate": ("train",),
-    "report": ("train", "evaluate"),
-}
-FOLLOWS["publish"] = ("train", "report")
+FOLLOWS = {"doctor": ["prepare"], "train": ["prepare"], "evaluate": ["train"]}
+FOLLOWS |= {"report": ["train", "evaluate"], "publish": ["train", "report"]}
 """What each step takes the result of: --show does not know that result yet if the other is to run."""
 
 
@@ -52,10 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     # what the steps depend on changes until its end
     if (holder := holder_of(pipeline.run.path)) is not None:
         place = display_path(pipeline.run.path)
-        raise UserError(
-            f"{place} is being trained ({holder}): wait for its end, or stop it with touch {place}/STOP and type this "
-            "command again"
-        )
+        remedy = f"wait for its end, or stop it with touch {place}/STOP and type this command again"
+        raise UserError(f"{place} is being trained ({holder}): {remedy}")
     names = NAMES[: NAMES.index(options.until) + 1] if options.until else NAMES
     names = tuple(name for name in names if name not in options.skip)
     rows: list[dict] = []

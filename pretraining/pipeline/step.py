@@ -6,11 +6,13 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
+from pretraining.api import words_of
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry
 from pretraining.data.checksums import digest_of
@@ -55,15 +57,12 @@ class Pipeline:
 
     @property
     def recipe_words(self) -> list[str]:
-        options = self.options
-        words = ["--recipe", options.recipe, *(word for text in options.set for word in ("--set", text))]
-        return words + (["--limit_tokens", str(options.limit_tokens)] if options.limit_tokens else [])
+        return words_of({key: getattr(self.options, key) for key in ("recipe", "set", "limit_tokens")})
 
     @property
     def train_words(self) -> list[str]:
-        chosen = ["--deepspeed", self.options.deepspeed] if self.options.deepspeed else []
-        places = ["--output_dir", str(self.run.path), "--data_dir", str(self.options.data_dir)]
-        return [*self.recipe_words, *chosen, *places]
+        chosen = {"deepspeed": self.options.deepspeed or None, "output_dir": self.run.path}
+        return self.recipe_words + words_of({**chosen, "data_dir": self.options.data_dir})
 
     def content(self, name: str) -> str | None:
         """Compute the digest of the export or of the report; None if it is not there."""
@@ -88,12 +87,10 @@ class Record:
         self.path = run.pipeline
         self.steps: dict[str, dict] = {}
         self.files: dict[str, dict] = {}
-        try:
+        # none yet, or another file of that name: then every step looks at what is there
+        with suppress(OSError, ValueError, KeyError, TypeError):
             kept = read_json_value(self.path)
             self.steps, self.files = dict(kept["steps"]), dict(kept["files"])
-        # none yet, or another file of that name: then every step looks at what is there
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
 
     def add(self, step: str, entry: Mapping[str, Any]) -> None:
         """Keep what a step has done; the whole record is written, also into a folder that has replaced the old one."""
@@ -105,10 +102,7 @@ class Record:
         return self.steps.get(step, {}).get("facts", {})
 
     def content(self, name: str, files: Mapping[str, Path]) -> str | None:
-        """Compute the digest of the content of files, and keep it under a name; None if one is missing.
-
-        Size and time of each only say whether it must be read again.
-        """
+        """Compute the digest of files, read again if a size or time differs, and keep it; None if one is missing."""
         try:
             stats = {each: path.stat() for each, path in sorted(files.items())}
         except FileNotFoundError:
@@ -123,12 +117,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a step is to run, and why."""
-
     runs: bool
     why: str
-    state: str = UP_TO_DATE
-    """Of a step that does not run."""
+    state: str = UP_TO_DATE  # of a step that does not run
 
 
 class Step(ABC):
@@ -151,8 +142,9 @@ class Step(ABC):
             return Decision(True, "--from asks for it")
         return found
 
-    @abstractmethod
-    def examine(self) -> Decision: ...
+    def examine(self) -> Decision:
+        facts = self.pipeline.record.facts(self.name)
+        return self.look_at_inputs(self.words(facts) if facts else "")
 
     @abstractmethod
     def run(self) -> dict: ...

@@ -10,7 +10,7 @@ import sys
 from functools import cached_property
 from pathlib import Path
 
-from pretraining.api import train_command
+from pretraining.api import train_command, words_of
 from pretraining.checkpoints.folders import committed_checkpoints
 from pretraining.checkpoints.format import read_marker
 from pretraining.data.checksums import digest_of
@@ -51,9 +51,6 @@ class Plan(Step):
             "force": pipeline.options.force,
         }
 
-    def examine(self) -> Decision:
-        return self.look_at_inputs(self.pipeline.record.facts(self.name).get("in_short", ""))
-
     def run(self) -> dict:
         pipeline = self.pipeline
         gpu = find_gpu(pipeline.gpu) if pipeline.gpu else None
@@ -85,7 +82,6 @@ class Prepare(Step):
         return [kept.get(key) for key, _ in self.pipeline.recipe.data.text_origins]
 
     def inputs(self) -> dict:
-        """Describe the keys that decide the tokens, and the content of every source."""
         data, contents = self.pipeline.recipe.data, {}
         for (key, _), source, known in zip(data.text_origins, self.sources, self.kept_sources, strict=True):
             fingerprint = source.fingerprint()
@@ -103,7 +99,6 @@ class Prepare(Step):
         return digest_of(inputs["portions"], inputs["data"], contents)
 
     def examine(self) -> Decision:
-        """Compare the finished data with the recipe and its texts."""
         pipeline, place = self.pipeline, display_path(self.pipeline.data_folder)
         manifest = read_manifest(pipeline.data_folder)
         if manifest is None:
@@ -131,9 +126,8 @@ class Prepare(Step):
     def run(self) -> dict:
         pipeline = self.pipeline
         options = pipeline.options
-        words = [*pipeline.recipe_words, "--data_dir", str(options.data_dir), "--executor", options.executor]
-        words += ["--workers", str(options.workers)] + ["--replace"] * options.replace
-        words += [word for text in options.slurm for word in ("--slurm", text)]
+        keys = ("data_dir", "executor", "workers", "replace", "slurm")
+        words = pipeline.recipe_words + words_of({key: getattr(options, key) for key in keys})
         pipeline.call(sys.executable, str(REPOSITORY / "data_prep.py"), *words)
         if (manifest := read_manifest(pipeline.data_folder)) is None:
             what = "its jobs are submitted; the same command goes on once they have ended"
@@ -188,7 +182,6 @@ class Train(Step):
         return {"data": {key: manifest.get(key) for key in ("fingerprint", "origin")}}
 
     def examine(self) -> Decision:
-        """Compare the run folder with the recipe and the prepared data."""
         run, recipe = self.pipeline.run, self.pipeline.recipe.to_dict()
         place = display_path(run.path)
         if run.is_finished(recipe):
@@ -251,7 +244,7 @@ class Train(Step):
     def start_words(self) -> list[str]:
         options = self.pipeline.options
         resume = "never" if self.starts_over and not options.allow_change else options.resume
-        return ["--resume", resume, *(w for key in options.allow_change for w in ("--allow_change", key))]
+        return words_of({"resume": resume, "allow_change": options.allow_change})
 
     def run(self) -> dict:
         pipeline = self.pipeline
@@ -280,15 +273,10 @@ class Evaluate(Step):
     name = "evaluate"
 
     def inputs(self) -> dict:
-        """Describe the export, the validation tokens, and the recipe's section."""
         manifest = read_manifest(self.pipeline.data_folder) or {}
         validation = manifest.get("splits", {}).get("validation", {}).get("checksum")
         contents = {"the export": self.pipeline.content("export"), "the validation set": validation}
         return {"evaluation": self.pipeline.recipe.to_dict().get("evaluation"), "contents": contents}
-
-    def examine(self) -> Decision:
-        facts = self.pipeline.record.facts(self.name)
-        return self.look_at_inputs(self.words(facts) if facts else "")
 
     def run(self) -> dict:
         run, data = str(self.pipeline.run.path), str(self.pipeline.options.data_dir)

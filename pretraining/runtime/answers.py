@@ -37,8 +37,7 @@ def answered(kind: str, depends_on: Sequence[str], key: str, ask: Callable[[], d
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(held.enter_context(file.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
-        # another rank of this machine may have asked meanwhile
-        answer = _kept(file, key) or ask()
+        answer = _kept(file, key) or ask()  # another rank of this machine may have asked meanwhile
         if "error" not in answer:
             with contextlib.suppress(OSError):
                 # renamed when complete, so that no rank reads half a file
@@ -49,11 +48,10 @@ def answered(kind: str, depends_on: Sequence[str], key: str, ask: Callable[[], d
 
 
 def _kept(file: Path, key: str) -> dict | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         answer = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return answer if isinstance(answer, dict) and key in answer else None
+        return answer if isinstance(answer, dict) and key in answer else None
+    return None
 
 
 def ask(program: Sequence[str], question: str, **variables: str) -> dict:
@@ -63,15 +61,10 @@ def ask(program: Sequence[str], question: str, **variables: str) -> dict:
     """
     quiet = {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     # -P: no module of the working directory may take the place of a library
-    done = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", *program],
-        input=question,
-        capture_output=True,
-        text=True,
-        env={**variables_of_a_helper(), **quiet, **variables},
-    )
-    # libraries may print before it: the answer is the last line
-    lines = done.stdout.splitlines()
+    command, own = [sys.executable, "-P", "-W", "ignore", *program], {**quiet, **variables}
+    settings: dict = {"text": True, "env": {**variables_of_a_helper(), **own}}
+    done = subprocess.run(command, input=question, capture_output=True, **settings)
+    lines = done.stdout.splitlines()  # libraries may print before it: the answer is the last line
     if done.returncode or not lines:
         last = (done.stderr.splitlines() or ["it said nothing"])[-1]
         return {"error": f"{' '.join(program).removeprefix('-m ')} ended with code {done.returncode}: {last}"}

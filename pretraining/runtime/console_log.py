@@ -23,21 +23,15 @@ from pretraining.outside.files import regular
 from pretraining.outside.masking import masked
 from pretraining.runtime.run_folder import RunFolder, utc_now
 
-MOST_BYTES = 1_000_000
-"""Of a log. A full one, such as console.log, becomes console.1.log, in place of the one before it."""
-LONGEST_LINE = 2000
-"""Characters of a line."""
-MOST_WAITING = 1000
-"""Lines that wait in memory for the run folder; the newest are kept."""
+MOST_BYTES = 1_000_000  # of a log; a full console.log becomes console.1.log, in place of the one before it
+LONGEST_LINE = 2000  # characters of a line
+MOST_WAITING = 1000  # lines that wait in memory for the run folder; the newest are kept
 _START = re.compile(rb"^--- \S+Z .*$", re.MULTILINE)
 
 
 @contextmanager
 def kept_console(run: RunFolder) -> Iterator[None]:
-    """Copy what the block prints to this rank's log, and the error that ends it.
-
-    Nothing is written before the run begins: a refused run leaves its folder as it was.
-    """
+    """Copy what the block prints, and the error that ends it, to this rank's log; nothing of a run that is refused."""
     log, screen = ConsoleLog(run, int(os.environ.get("RANK", "0"))), (sys.stdout, sys.stderr)
     run.at_beginning.append(log.begin)
     copies = [Copied(stream, log) for stream in screen]

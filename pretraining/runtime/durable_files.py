@@ -20,11 +20,7 @@ from pretraining.outside.files import parse_json, read_bytes, regular
 
 @contextmanager
 def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
-    """Write a file anew. What the block writes replaces `path` once the disk holds all of it.
-
-    mode: "w" for text in UTF-8, "wb" for bytes. If the block raises, the old file stays, with
-    `<name>.partial` beside it.
-    """
+    """Write a file anew: what the block writes, as text ("w") or bytes ("wb"), is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # in the same folder: a rename is atomic only within one filesystem
     partial = path.with_name(path.name + ".partial")
@@ -63,8 +59,7 @@ def flush_folder(folder: Path) -> None:
 
 def sync_to_disk(path: Path) -> None:
     """Wait until the disk holds this file, or the names in this folder (fsync)."""
-    # read-only, because a folder cannot be opened for writing
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)  # read-only, because a folder cannot be opened for writing
     try:
         os.fsync(descriptor)
     finally:
@@ -128,10 +123,7 @@ _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 @contextmanager
 def one_line_disk_errors(folder: Path) -> Iterator[None]:
-    """Raise a `UserError` in place of what the libraries raise if `folder` cannot be written.
-
-    The next start removes the incomplete checkpoints that a full disk has left.
-    """
+    """Raise a `UserError` in place of what the libraries raise if `folder` cannot be written."""
     try:
         yield
     except UserError:
@@ -141,11 +133,9 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
         number, told = getattr(error, "errno", None), _RUST_ERROR.search(str(error))
         if isinstance(error, FileNotFoundError) and not folder.exists():
             # "no such file" alone would not say that somebody moved the folder
-            refusal = UserError(
-                f"{folder}: was removed or renamed while the run wrote there; what is gone cannot be continued, and a "
-                "renamed folder is continued with --output_dir",
-                on_every_rank=False,
-            )
+            what = "was removed or renamed while the run wrote there"
+            remedy = "what is gone cannot be continued, and a renamed folder is continued with --output_dir"
+            refusal = UserError(f"{folder}: {what}; {remedy}", on_every_rank=False)
         elif isinstance(error, OSError) and number is not None:
             refusal = file_error(error, folder)
         elif told:
@@ -156,11 +146,10 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
         elif (free_bytes := shutil.disk_usage(folder).free) < 1e6:
             refusal = file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
         else:
-            refusal = UserError(
-                f"{folder}: a checkpoint could not be written ({free_bytes / 1e6:,.0f} MB are free there: a quota, or "
-                "a disk that failed); then type the same command again: it continues from the checkpoint before",
-                on_every_rank=False,
-            )
+            why = f"{free_bytes / 1e6:,.0f} MB are free there: a quota, or a disk that failed"
+            remedy = "then type the same command again: it continues from the checkpoint before"
+            what = f"a checkpoint could not be written ({why})"
+            refusal = UserError(f"{folder}: {what}; {remedy}", on_every_rank=False)
         if refusal is None:
             raise
         raise refusal from error

@@ -10,21 +10,15 @@ import time
 from pathlib import Path
 
 FINISHED = 0
-USER_ERROR = 2
-"""The user has to change something: one line on stderr says what. Starting again changes nothing."""
-STOPPED = 75
-"""Stopped on request with a committed checkpoint (EX_TEMPFAIL): start again to continue."""
-HANG = 76
-"""No step was completed within `monitors.hang_minutes`: start again to continue."""
-INTERRUPTED = 130
-"""Ctrl-C: 128 + SIGINT, as in a shell."""
-GAVE_UP = 77
-"""The run could not heal itself: look before starting again."""
+USER_ERROR = 2  # the user has to change something, as one line on stderr says: starting again changes nothing
+STOPPED = 75  # stopped on request with a committed checkpoint (EX_TEMPFAIL): start again to continue
+HANG = 76  # no step was completed within `monitors.hang_minutes`: start again to continue
+INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT, as in a shell
+GAVE_UP = 77  # the run could not heal itself: look before starting again
 
 NOT_RESTARTED = (FINISHED, USER_ERROR, STOPPED, GAVE_UP)
 
-SUPERVISOR = "PRETRAINING_SUPERVISOR"
-"""Variable: names a folder of this machine that a supervisor shares with the ranks it started."""
+SUPERVISOR = "PRETRAINING_SUPERVISOR"  # variable: names a folder that a supervisor shares with its ranks here
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", SUPERVISOR)
 """Variables that make a process a rank, or have it report its exit code as one."""
 
@@ -45,16 +39,12 @@ def supervisor_file(name: str) -> Path | None:
 
 def tell_exit_code(code: int) -> None:
     """Write the code for the supervisor of this machine, if there is one. The first code of an attempt counts."""
-    path = supervisor_file("exit_code")
-    if path is not None:
-        with contextlib.suppress(OSError):
-            # of an attempt which the launcher itself has repeated
-            if path.stat().st_mtime < _BEGAN:
-                path.unlink()
-        try:
-            # "x" fails if the file exists: the codes of later ranks follow from the first one
-            with path.open("x") as file:
-                file.write(str(code))
-        # another rank was first, or the folder is gone; the process ends in either case
-        except OSError:
-            return
+    if (path := supervisor_file("exit_code")) is None:
+        return
+    with contextlib.suppress(OSError):
+        # of an attempt which the launcher itself has repeated
+        if path.stat().st_mtime < _BEGAN:
+            path.unlink()
+    # "x" fails if another rank was first, from whose code those of later ranks follow, or if the folder is gone
+    with contextlib.suppress(OSError), path.open("x") as file:
+        file.write(str(code))

@@ -24,10 +24,8 @@ from pretraining.runtime.installation import PACKAGE
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.schema import fits
 
-LOG = Path("/dev/kmsg")
-"""Readable for root, and for all where `kernel.dmesg_restrict` is 0; containers mostly hide it."""
-RECORD_BYTES = 8192
-"""The kernel gives one record a read, and refuses a smaller buffer."""
+LOG = Path("/dev/kmsg")  # for root, or for all if `kernel.dmesg_restrict` is 0; containers mostly hide it
+RECORD_BYTES = 8192  # the kernel gives one record a read, and refuses a smaller buffer
 MOST_FAULTS = 50
 
 BROKEN = "take the node out of the job and have the GPU checked"
@@ -75,8 +73,7 @@ _OTHERS = re.compile(
 class Fault:
     """One line of the kernel's log that may explain why a process ended."""
 
-    time: float
-    """UNIX seconds."""
+    time: float  # UNIX seconds
     text: str
     process: int | None = None
 
@@ -94,35 +91,29 @@ class Fault:
 
 def kernel_faults(since: float, log: Path = LOG, most: int | None = MOST_FAULTS) -> list[Fault]:
     """Read the newest faults logged since then (UNIX seconds), the newest last; empty if the log cannot be read."""
-    try:
-        # not blocking: at its end the log would wait for the next message
-        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return []
     # the log counts from the start of the machine
     started = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
     faults: list[Fault] = []
-    try:
+
+    def opened(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)  # at its end the log would wait for the next message
+
+    with contextlib.suppress(OSError), open(log, "rb", buffering=0, opener=opened) as file:
         while True:
             try:
-                record = os.read(descriptor, RECORD_BYTES).decode("utf-8", errors="replace")
+                record = file.read(RECORD_BYTES)
             except BrokenPipeError:
-                # old records were overwritten while this one was read: the next is there
-                continue
-            except OSError:
-                break
+                continue  # old records were overwritten while this one was read: the next is there
             if not record:
                 break
             # priority,number,microseconds,flags;text
-            head, _, rest = record.partition(";")
+            head, _, rest = record.decode("utf-8", errors="replace").partition(";")
             fields, text = head.split(","), rest.partition("\n")[0]
             if len(fields) < 3 or not fields[2].isdigit():
                 continue
             when, killed = started + int(fields[2]) / 1e6, _KILLED.search(text)
             if when >= since and (killed or _XID.search(text) or _OTHERS.search(text)):
                 faults.append(Fault(when, text, int(killed["process"]) if killed else None))
-    finally:
-        os.close(descriptor)
     return faults if most is None else faults[-most:]
 
 
@@ -132,8 +123,7 @@ def failing_gpus(log: Path = LOG) -> list[tuple[str, int]]:
     return sorted({(_XID.search(fault.text)["gpu"], fault.xid) for fault in faults})
 
 
-LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000
-"""Characters; of a traceback the end is kept."""
+LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000  # characters; of a traceback the end is kept
 
 ENDED_BY_LAUNCHER = "ended by its launcher, because another rank of its machine was gone"
 # What ranks meet after another rank is gone: their launcher, gloo, NCCL, torch's store, its watchdog.
@@ -147,28 +137,19 @@ _CONSEQUENCES = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    time: float
-    """UNIX seconds, by the clock of its host."""
+    time: float  # UNIX seconds, by the clock of its host
     rank: int
     host: str
     process: int
-    error: str
-    """Class and message."""
-    where: str
-    """The innermost line of this package or an extension: file:line in function."""
+    error: str  # class and message
+    where: str  # the innermost line of this package or an extension: file:line in function
     traceback: str
-    expected: bool
-    """Whether it is an error with a remedy, of one line."""
-    faults: tuple[dict, ...] = ()
-    """What the kernel of its host had logged since the process began (`Fault`)."""
+    expected: bool  # whether it is an error with a remedy, of one line
+    faults: tuple[Fault, ...] = ()  # what the kernel of its host had logged since the process began
 
     @property
     def is_consequence(self) -> bool:
         return not self.expected and bool(_CONSEQUENCES.search(self.error))
-
-    @property
-    def kernel(self) -> list[Fault]:
-        return [Fault(**fault) for fault in self.faults]
 
 
 @contextmanager
@@ -185,7 +166,7 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
         if run.has_begun or not expected:
             said = masked(str(error) if expected else f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
             text = masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]
-            faults = tuple(asdict(fault) for fault in kernel_faults(began))
+
             # the innermost frame that is ours; else the innermost of all
             frames, where = traceback.extract_tb(error.__traceback__), ""
             ours = [frame for frame in frames if PACKAGE in Path(frame.filename).parents]
@@ -193,7 +174,7 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
                 frame = (ours or frames)[-1]
                 name = Path(frame.filename).relative_to(PACKAGE.parent) if ours else frame.filename
                 where = f"{name}:{frame.lineno} in {frame.name}"
-            _keep(run, said, where, text, expected, faults)
+            _keep(run, said, where, text, expected, tuple(kernel_faults(began)))
         raise
 
 
@@ -225,4 +206,6 @@ def read_failures(run: RunFolder) -> list[Failure]:
     rows = [row for path in sorted(run.failures_folder.glob("rank-*.jsonl")) for row in read_rows(path)]
     names = {field.name for field in fields(Failure)}
     known = [{name: row[name] for name in names & row.keys()} for row in rows if fits(row, _ROW)]
-    return sorted((Failure(**row) for row in known), key=lambda f: f.time)
+    faults = [tuple(Fault(**fault) for fault in row.get("faults", ())) for row in known]
+    failures = [Failure(**{**row, "faults": each}) for row, each in zip(known, faults, strict=True)]
+    return sorted(failures, key=lambda failure: failure.time)

@@ -13,10 +13,8 @@ from types import SimpleNamespace
 
 from pretraining.outside.files import read_json_value, regular
 
-_FILE_BYTES = 512
-"""Every write has this length, so that it covers the whole write before it."""
-ENDED_STATES = "ZX"
-"""States in proc(5) of a process that has ended, while its parent has not yet asked for the exit code."""
+_FILE_BYTES = 512  # every write has this length, so that it covers the whole write before it
+ENDED_STATES = "ZX"  # in proc(5), of a process that has ended before its parent asked for the exit code
 
 
 @dataclass(frozen=True)
@@ -28,22 +26,15 @@ class HeartbeatRecord:
     process: int
     phase: str
     step: int
-    arrivals: int
-    """How many places it has reached. All ranks reach the same places in the same order."""
-    beats: int
-    """Grows as long as the process runs, even while its main thread waits."""
+    arrivals: int  # How many places it has reached. All ranks reach the same places in the same order.
+    beats: int  # grows as long as the process runs, even while its main thread waits
     machine: str = ""
-    began: int = 0
-    """When the process began, in clock ticks since the machine started. The system reuses process ids."""
-    moves: int = 0
-    """Grows as long as long work moves forward for which the other ranks may have to wait (`long_work`)."""
+    began: int = 0  # when the process began, in clock ticks since the machine started: process ids are reused
+    moves: int = 0  # grows with long work for which the other ranks may have to wait (`long_work`)
 
 
 class Heartbeat:
-    """Write this rank's heartbeat.
-
-    The main thread calls `arrive`. Another thread calls `beat`, and goes on as long as the process runs.
-    """
+    """Write this rank's heartbeat. The main thread calls `arrive`; another calls `beat` as long as the process runs."""
 
     def __init__(self, folder: Path, rank: int):
         self.path = heartbeat_path(folder, rank)
@@ -84,8 +75,7 @@ class Heartbeat:
         self.path.unlink(missing_ok=True)
 
 
-_work = SimpleNamespace(waits=0, done=0, growing=[])
-"""What the threads of this process have done, in any unit, and whether the main thread waits for it."""
+_work = SimpleNamespace(waits=0, done=0, growing=[])  # done by any thread, and whether the main one waits
 
 
 def work_done(amount: int = 1) -> None:
@@ -119,18 +109,13 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 def read_place(folder: Path, rank: int) -> HeartbeatRecord | None:
     """Read the rank's newest heartbeat; None if it has none, or is writing it."""
-    try:
+    with suppress(OSError, ValueError, TypeError):
         return HeartbeatRecord(**read_json_value(heartbeat_path(folder, rank)))
-    except (OSError, ValueError, TypeError):
-        return None
+    return None
 
 
 def gone_ranks(folder: Path, since: float, or_none: bool = False) -> list[HeartbeatRecord]:
-    """Return the places of the ranks whose processes are certainly gone.
-
-    since: UNIX seconds. A heartbeat written before that belongs to an earlier start. or_none: an empty list unless all
-    ranks are gone.
-    """
+    """Return ranks that are surely gone, by heartbeats since then (UNIX seconds). or_none: none unless all are."""
     places = []
     for path in sorted(folder.glob("rank-*.json")):
         # removed meanwhile, because its process has closed it; or somebody else's file
@@ -150,31 +135,23 @@ def is_gone(place: HeartbeatRecord) -> bool:
         # field 22 of proc(5), the start time; the list begins at field 3. If it differs, the id was reused.
         return fields[0] in ENDED_STATES or int(fields[19]) != place.began
     try:
-        # signal 0 only asks if the process exists
-        os.kill(place.process, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass  # another user's, which the system hides
+        os.kill(place.process, 0)  # signal 0 only asks if the process exists
+    except OSError as error:  # of another user's process the system may say nothing
+        return isinstance(error, ProcessLookupError)
     return False
 
 
 def this_machine() -> str:
-    """Name the place within which process ids are unique; empty if the system hides it.
-
-    The name consists of the host, its last boot, and the container.
-    """
-    try:
+    """Name the place in which process ids are unique, by host, last boot and container; empty if that is hidden."""
+    with suppress(OSError):
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
+    return ""
 
 
 def process_fields(process: int) -> list[str]:
     """Return state, parent and further fields of a process, in the order of proc(5); empty if there are none."""
-    try:
+    with suppress(OSError):
         # after the last ")": the command's name before it may hold spaces and brackets
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return []

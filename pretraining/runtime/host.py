@@ -16,8 +16,7 @@ from pathlib import Path
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-_NO_LIMIT = 1 << 60
-"""Limits from here on mean no limit: cgroup v1 then reports a number near the largest there is, v2 the word max."""
+_NO_LIMIT = 1 << 60  # and more mean no limit: cgroup v1 then reports nearly the largest number, v2 `max`
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable: the network interface that gloo uses. Without it, gloo uses the one that the host's own name leads to."""
@@ -38,10 +37,7 @@ def container_memory_bytes() -> int | None:
 
 
 def free_memory_bytes() -> int | None:
-    """Return the memory that machine and container still have free; None if the system does not report it.
-
-    The kernel's cache of files counts as free.
-    """
+    """Return the free memory of machine and container, with the kernel's cache of files; None if it is not reported."""
     left = [limit - taken for limit, taken in _memory_limits()]
     return min([*filter(None, [kernel_bytes("MemAvailable")]), *left], default=None)
 
@@ -49,17 +45,14 @@ def free_memory_bytes() -> int | None:
 def kernel_bytes(name: str) -> int | None:
     """Read one entry of /proc/meminfo, such as MemAvailable, SwapTotal or SwapFree; None if it is missing."""
     found = re.search(rf"^{name}: +(\d+) kB$", system_text(_MEMINFO), re.M)
-    # meminfo writes kB and means KiB
-    return int(found[1]) * 1024 if found else None
+    return int(found[1]) * 1024 if found else None  # meminfo writes kB and means KiB
 
 
 def is_seen(path: Path) -> bool:
-    """Return whether the path exists and can be reached."""
-    try:
+    with suppress(OSError):
         path.stat()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def existing_folder(path: Path) -> Path:
@@ -81,10 +74,7 @@ def unwritable(folder: Path) -> str:
 
 
 def disk_room_bytes(run_folder: Path, continues: bool) -> int:
-    """Return the free bytes on the disk that has, or will have, the run folder.
-
-    continues: the existing checkpoints will be replaced by new ones, so they count as free.
-    """
+    """Return the free bytes on the run folder's disk. continues: old checkpoints, to be replaced, count as free."""
     room = shutil.disk_usage(existing_folder(run_folder)).free
     if continues:
         files = [path for path in run_folder.glob("checkpoint-*/**/*") if path.is_file()]
@@ -111,10 +101,9 @@ def cores() -> float:
 
 def system_text(path: Path) -> str:
     """Read a file of /proc or /sys; an empty string if it cannot be read."""
-    try:
+    with suppress(OSError, UnicodeDecodeError):
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+    return ""
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:

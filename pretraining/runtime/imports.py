@@ -4,8 +4,7 @@ import gc
 import logging
 import os
 
-MOST_ROUNDED_MIB = 64
-"""MiB. Larger pinned buffers are not rounded up to a power of two, and not kept after their release."""
+MOST_ROUNDED_MIB = 64  # larger pinned buffers are not rounded up to a power of two, nor kept when released
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -33,10 +32,7 @@ def silence_libraries() -> None:
 
 
 def prepare_imports() -> None:
-    """Prepare imports: switch the garbage collector off, set the allocator up, and import the trackers.
-
-    `SettledCollector` (training/monitors.py) switches the collector on again.
-    """
+    """Stop the garbage collector (`SettledCollector` starts it again), set the allocator up, import the trackers."""
     # Collecting takes a fifth of the imports' time, and finds little: modules live as long as the process.
     gc.disable()
     _pin_what_is_asked_for()

@@ -10,8 +10,7 @@ IS_WHEEL = (PACKAGE / "repository").is_dir()
 """Whether this is an installed wheel, which brings the repository's files inside the package (pyproject.toml)."""
 REPOSITORY = PACKAGE / "repository" if IS_WHEEL else PACKAGE.parent
 """Holds train.py, data_prep.py, recipes/, ds_configs/, launch/, docs/ and requirements. Nothing is written there."""
-WORKPLACE = Path.cwd() if IS_WHEEL else REPOSITORY
-"""Where data/ and runs/ are, unless an option says otherwise."""
+WORKPLACE = Path.cwd() if IS_WHEEL else REPOSITORY  # has data/ and runs/, unless an option says otherwise
 
 MODULES = {"plan": "planning", "eval": "evaluation", "report": "reporting"}
 """Commands with another name than their module: `pretraining-plan` is `python -m pretraining.planning`."""

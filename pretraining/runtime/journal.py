@@ -17,16 +17,10 @@ from pretraining.schema import check
 
 @dataclass(frozen=True)
 class Rollback:
-    """One return to an earlier step."""
-
-    step: int
-    """The optimizer step whose loss caused it."""
-    to_step: int
-    """The optimizer step of the checkpoint that the run returned to; 0 for the beginning."""
-    samples: tuple[int, int]
-    """Positions [first, last) of the global order that are left out from then on."""
-    lr_factor: float = 1.0
-    """Multiplies the learning rate in the steps to_step + 1 ... to_step + lr_steps."""
+    step: int  # the optimizer step whose loss caused it
+    to_step: int  # the optimizer step of the checkpoint that the run returned to; 0 for the beginning
+    samples: tuple[int, int]  # positions [first, last) of the global order that are left out from then on
+    lr_factor: float = 1.0  # multiplies the learning rate in the steps to_step + 1 ... to_step + lr_steps
     lr_steps: int = 0
 
 
@@ -57,9 +51,8 @@ class Journal:
                 rollbacks.append(Rollback(**{**row, "samples": (first, last)}))
         except (UserError, ValueError) as error:
             # left out in silence, it would change the samples of the steps behind it
-            raise UserError(
-                f"the run's journal is damaged ({error}); bring back the file that the run wrote"
-            ) from None
+            remedy = "bring back the file that the run wrote"
+            raise UserError(f"the run's journal is damaged ({error}); {remedy}") from None
         return cls(tuple(rollbacks))
 
     def write(self, path: Path) -> None:
@@ -83,15 +76,11 @@ class Journal:
         for first, last in self.left_out:
             if sample < first:
                 break
-            # jump over this window, and compare the new position with the next one
-            sample += last - first
+            sample += last - first  # jump over this window, and compare the new position with the next one
         return sample
 
     def overtakes(self, step: int, known_rollbacks: int) -> bool:
-        """Return whether a later rollback has discarded the checkpoint after `step` steps.
-
-        known_rollbacks: how many rows the journal had when the checkpoint was committed.
-        """
+        """Return whether a rollback has discarded the checkpoint after `step`, which knew of so many rollbacks."""
         return any(step > row.to_step for row in self.rollbacks[known_rollbacks:])
 
 

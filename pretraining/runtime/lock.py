@@ -25,18 +25,14 @@ from pretraining.runtime.process_group import (
     together,
 )
 
-LOOK_SECONDS = 12.0
-"""How long a rank looks for a new file on a network disk, which may show it late; other disks show it at once."""
+LOOK_SECONDS = 12.0  # for a new file on a network disk, which may show it late; others show it at once
 _PAUSE_SECONDS = 0.25
 _OWN_DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay")
 """Types of file systems that no other machine writes to."""
 
 
 def find_disks(folder: Path) -> Disks:
-    """Find which ranks see the same `folder`, which is made if it is missing; every rank calls this.
-
-    Raises `UserError` on every rank if a rank does not see the folder of the first rank of its own node.
-    """
+    """Find which ranks see the same `folder`; all ranks call it, and raise if one does not see that of its node."""
     rank, ranks = rank_and_world_size()
     if ranks == 1:
         return Disks((0,))
@@ -63,10 +59,9 @@ def find_disks(folder: Path) -> Disks:
             hosts = gather_from_ranks(socket.gethostname())
             if None in first:
                 missing = first.index(None)
-                raise UserError(
-                    f"{folder}: rank {missing} on {hosts[missing]} does not see what the first rank of its node wrote "
-                    "there; all ranks of a node need one --output_dir"
-                )
+                who = f"rank {missing} on {hosts[missing]}"
+                what = "does not see what the first rank of its node wrote there"
+                raise UserError(f"{folder}: {who} {what}; all ranks of a node need one --output_dir")
         gather_from_ranks(None)  # nobody looks any more
         return Disks(tuple(first), first[rank])
     finally:
@@ -88,10 +83,10 @@ def _appears(folder: Path, names: list[str]) -> str | None:
             list(folder.iterdir())
 
 
-def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+def is_network_disk(folder: Path) -> bool:
     """Return whether other machines may write to the disk of this folder; True if the system does not say."""
     try:
-        rows = [line.split() for line in mounts.read_text().splitlines()]
+        rows = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return True
     path = folder.absolute()
@@ -108,8 +103,7 @@ def is_network_disk(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> b
 
 
 LOCK = ".lock"
-PATIENCE_SECONDS = 5.0
-"""Seconds to wait for the lock: a run that was killed a moment ago may need them to end."""
+PATIENCE_SECONDS = 5.0  # for the lock: a run that was killed a moment ago may need them to end
 
 
 @contextmanager
@@ -149,14 +143,11 @@ def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> Tex
     while (lock := try_lock(folder / LOCK)) is None:
         # no holder: it has just left, so the next try gets the lock
         if time.monotonic() > until and (holder := _holder(folder / LOCK)) is not None:
-            raise UserError(
-                f"{folder}: another run is writing there ({holder}); wait for its end, stop it, or give this one "
-                "its own folder with --output_dir"
-            )
+            remedy = "wait for its end, stop it, or give this one its own folder with --output_dir"
+            raise UserError(f"{folder}: another run is writing there ({holder}); {remedy}")
         time.sleep(0.1)
     os.register_at_fork(after_in_child=lock.close)  # else a data worker would keep the lock of a killed run
-    # the file may still hold the line of a process that was killed
-    lock.truncate(0)
+    lock.truncate(0)  # the file may still hold the line of a process that was killed
     lock.write(f"process {os.getpid()} on {socket.gethostname()}")
     lock.flush()
     return lock
@@ -171,24 +162,21 @@ def move_lock(folder: Path, new_folder: Path) -> None:
 def try_lock(path: Path) -> TextIO | None:
     """Return the locked file, or None if another process holds it, or has just removed it."""
     file = os.fdopen(regular(str(path), os.O_RDWR | os.O_CREAT), "r+", encoding="utf-8")
-    try:
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
         # the system releases it when the process ends, however it ends
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The last holder may have removed the file between open and flock: a lock on it would keep nobody out.
         if os.path.samestat(path.stat(), os.fstat(file.fileno())):
             return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
     file.close()
     return None
 
 
 def _holder(path: Path) -> str | None:
     """Return what the process that holds the lock wrote about itself; None if it has left meanwhile."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return read_bytes(path).decode("utf-8", "backslashreplace")[:200]
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def release(lock: TextIO, folder: Path) -> None:

@@ -7,17 +7,14 @@ GROUPS = ("train", "eval", "throughput", "memory", "hardware", "stability", "cos
 PLACE = ("step", "time")
 """Where and when a row of metrics.jsonl was written. These are no metrics and have no group; `time` is UNIX seconds."""
 
-_UNGROUPED_ONCE = ("tokens_per_second", "step_seconds", "data_wait_share")
-"""Metrics of throughput in rows of older runs, which had no groups."""
+_UNGROUPED_ONCE = ("tokens_per_second", "step_seconds", "data_wait_share")  # in rows of older runs
 
-_RENAMED = {"throughput/gpu_utilization": "hardware/gpu_utilization"}
-"""Names in rows of older runs, and what they are called now."""
+_RENAMED = {"throughput/gpu_utilization": "hardware/gpu_utilization"}  # name in rows of older runs: now
 
 LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
 """How the names of losses of a validation end; every other metric is a score, which is better if it is higher."""
 
-OF_AVERAGE = "average_"
-"""Before the names of what a validation measures of the average of the weights."""
+OF_AVERAGE = "average_"  # before the names of what a validation measures of the average of the weights
 
 
 def grouped(name: str) -> str:
@@ -39,8 +36,7 @@ def grouped_names(values: dict) -> dict:
 
 def perplexity(nats: float) -> float:
     """Return e to the loss in nats per token; an infinite loss or a NaN stays one."""
-    # exp(710) overflows a float
-    return nats if nats == math.inf else math.exp(min(nats, 700.0))
+    return nats if nats == math.inf else math.exp(min(nats, 700.0))  # exp(710) overflows a float
 
 
 def lower_is_better(metric: str) -> bool:

@@ -52,20 +52,16 @@ WORDS = {
     "end": "finished: validation loss {eval_loss:.4f}",
     "low_use": "has had {of} {value} for {steps} steps at step {step}, below {least}",
 }
-LAST = ("gave_up", "hang")
-"""Events after which a process ends without another word: the notice is waited for."""
+LAST = ("gave_up", "hang")  # events after which a process ends without another word: the notice is waited for
 
 ATTEMPTS = 3
-PAUSE_SECONDS = 1.0
-"""Before the second attempt; before the third, four times that."""
+PAUSE_SECONDS = 1.0  # before the second attempt; before the third, four times that
 WEBHOOK_SECONDS = 10.0
 COMMAND_SECONDS = 30.0
-LONGEST_END_SECONDS = 20.0
-"""What the end of a run waits for its last notices."""
+LONGEST_END_SECONDS = 20.0  # what the end of a run waits for its last notices
 MOST_WAITING = 100
 _VARIABLE = re.compile(r"\$\{?(\w+)")
-STARTED_TOGETHER_SECONDS = 2.0
-"""Ranks that fail for one reason fail within this time: one of them reports it."""
+STARTED_TOGETHER_SECONDS = 2.0  # ranks that fail for one reason fail within this time: one of them reports it
 
 
 class Failed(Exception):
@@ -168,10 +164,7 @@ def notices(run: RunFolder, name: str, settings: Notify | None) -> Iterator[None
 
 
 def notice_of(name: str, run: RunFolder, row: dict) -> dict:
-    """Return what a receiver gets: {"event", "run", "folder", "host", "message", "text", "content", "details"}.
-
-    The message is there three times: Slack and Teams show `text`, Discord shows `content`.
-    """
+    """Return what a receiver gets: Slack and Teams show its `text`, Discord its `content`, both are the `message`."""
     try:
         words = WORDS[row["event"]].format_map(row)
     except (KeyError, ValueError):  # an event of another kind, or without one of its usual details
@@ -190,22 +183,12 @@ def notice_of(name: str, run: RunFolder, row: dict) -> dict:
 
 
 def run_command(command: str, notice: dict) -> None:
-    """Run a shell command with the notice as JSON on its standard input, and its main parts as variables.
-
-    Raises `Failed`: it ended with another code than 0, or did not end in time.
-    """
+    """Run a shell command; it gets the notice as JSON on stdin, its main parts as variables. Raises `Failed`."""
     variables = {f"PRETRAINING_{key.upper()}": notice[key] for key in ("event", "run", "folder", "message")}
-    process = subprocess.Popen(
-        command,
-        shell=True,
-        env={**variables_of_a_helper(), **variables},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        # signals that launchers send to the run's processes are not for it
-        start_new_session=True,
-    )
+    settings: dict = {"text": True, "shell": True, "env": {**variables_of_a_helper(), **variables}}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    # a session of its own: signals that launchers send to the run's processes are not for it
+    process = subprocess.Popen(command, start_new_session=True, **settings, **pipes)
     try:
         _, complaint = process.communicate(json.dumps(notice, default=str) + "\n", timeout=COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
@@ -219,10 +202,7 @@ def run_command(command: str, notice: dict) -> None:
 
 
 def post(variable: str, notice: dict) -> None:
-    """Send the notice as JSON to the address that an environment variable holds.
-
-    Raises `Failed`: the address cannot be reached, or answers with an error. The reason does not repeat the address.
-    """
+    """Post the notice as JSON to the address in a variable; raises `Failed`, which does not repeat the address."""
     try:
         address = read_webhook(variable)
     except UserError as error:  # another host's environment than rank 0's
@@ -245,8 +225,6 @@ def read_webhook(variable: str) -> str:
     address = os.environ.get(variable, "")
     if not re.fullmatch(r"https?://[^\s/]\S*", address):
         what = "holds no http address" if address else "is not set"
-        raise UserError(
-            f"monitors.notify.webhook_env: the variable {variable} {what}; export it where train.py is started, or "
-            "--set monitors.notify=null"
-        )
+        remedy = "export it where train.py is started, or --set monitors.notify=null"
+        raise UserError(f"monitors.notify.webhook_env: the variable {variable} {what}; {remedy}")
     return address

@@ -32,8 +32,7 @@ else:
 
 Answer = TypeVar("Answer")
 
-_decides_alone = False
-"""Whether no other rank exists: then this rank decides what rank 0 would (`deciding_alone`)."""
+_decides_alone = False  # whether no other rank exists: then this one decides for rank 0 (`deciding_alone`)
 _store: list[dist.Store] = []
 _PAUSE_SECONDS = 0.05
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -48,6 +47,10 @@ def keep_store(store: dist.Store) -> None:
 def rank_and_world_size() -> tuple[int, int]:
     """Return (rank, number of ranks); (0, 1) for a process without a group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def own_rank() -> int:
+    return rank_and_world_size()[0]
 
 
 def device_name() -> str:
@@ -124,14 +127,10 @@ def together(act: Callable[[], Answer]) -> Answer:
 
 @dataclass(frozen=True)
 class Disks:
-    """The run folders of a run, each on a disk that some ranks share.
+    """The run folders of a run, each on a disk that some ranks share."""
 
-    first_ranks: for each rank, the lowest rank that sees the same run folder; empty as long as nobody has looked.
-    first_rank: that of this rank.
-    """
-
-    first_ranks: tuple[int, ...] = ()
-    first_rank: int = 0
+    first_ranks: tuple[int, ...] = ()  # of each rank, the lowest with the same folder; empty: nobody looked
+    first_rank: int = 0  # that of this rank
 
     @property
     def shared(self) -> bool:
@@ -145,7 +144,7 @@ class Disks:
     @property
     def is_first(self) -> bool:
         """Return whether this rank writes what its run folder needs once."""
-        return rank_and_world_size()[0] == self.first_rank
+        return own_rank() == self.first_rank
 
     @property
     def has_rank_0(self) -> bool:
@@ -163,7 +162,7 @@ class Disks:
     def place(self) -> tuple[int, int]:
         """(number, count) of this rank among those that share its run folder."""
         ranks = self.groups()[self.first_rank]
-        return ranks.index(rank_and_world_size()[0]), len(ranks)
+        return ranks.index(own_rank()), len(ranks)
 
     def each(self, look: Callable[[], Answer]) -> dict[int, Answer]:
         """Return on every rank {first rank of a disk: what `look` returns there}; an error of one is raised on all."""
@@ -176,7 +175,7 @@ class Disks:
         """Return on every rank what `look` returns on the first rank of one disk."""
         if self.shared:
             return from_rank_0(look)
-        is_there = rank_and_world_size()[0] == first_rank
+        is_there = own_rank() == first_rank
         return from_rank(first_rank, together(look if is_there else lambda: None))
 
 
@@ -188,7 +187,7 @@ def is_first_to_report() -> bool:
 
     Not a collective: what a node lacks, a package or a compiler, ends its own ranks alone.
     """
-    rank, key, until = rank_and_world_size()[0], "pretraining/reported", time.monotonic() + SILENT_SECONDS
+    rank, key, until = own_rank(), "pretraining/reported", time.monotonic() + SILENT_SECONDS
     first = [rank == 0]  # of a single rank, which has no store, and if rank 0 has taken the store along
 
     def ask() -> None:
@@ -245,10 +244,7 @@ def own_group(ranks: Iterable[int]) -> dist.ProcessGroup | None:
 
 
 def largest_over_ranks(value: int) -> int:
-    """Return the largest `value` of all ranks, whose main threads all call this at the same place.
-
-    It costs the latency of the slowest link.
-    """
+    """Return the largest `value` of all ranks, whose main threads all come here; takes the slowest link's latency."""
     import torch
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -304,16 +300,12 @@ class Messages:
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Where this rank is among the ranks of a run. Tensor parallelism is innermost, then sequence, then data.
-
-    So rank = (data_rank * sequence + sequence_part) * tensor + tensor_part.
-    """
+    """Where this rank is: rank = (data_rank * sequence + sequence_part) * tensor + tensor_part."""
 
     degrees: Degrees = NOT_SPLIT
     rank: int = 0
     world_size: int = 1
-    sequence_group: dist.ProcessGroup | None = None
-    """The ranks that hold the parts of this rank's sequences, in their order; None if sequences are whole."""
+    sequence_group: dist.ProcessGroup | None = None  # with the parts of this rank's sequences, in order
 
     @property
     def data_ranks(self) -> int:

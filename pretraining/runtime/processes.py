@@ -23,8 +23,7 @@ from pretraining.runtime.run_folder import STARTS, RunFolder, read_events
 
 ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 INSISTING = (signal.SIGTERM, signal.SIGINT)
-SAME_REQUEST_SECONDS = 2.0
-"""Ctrl-C reaches a rank from the terminal and again through its launcher: within this time it is one request."""
+SAME_REQUEST_SECONDS = 2.0  # within which Ctrl-C from the terminal and from the launcher is one request
 _LAST_SECONDS = 5.0
 
 
@@ -38,16 +37,14 @@ class SignalListener:
         self.in_vain = in_vain
         self.received: int | None = None
         self._read_end, write_end = os.pipe()
-        # set_wakeup_fd refuses a descriptor that blocks
-        os.set_blocking(write_end, False)
+        os.set_blocking(write_end, False)  # set_wakeup_fd refuses a descriptor that blocks
         self._before = {number: signal.signal(number, _wake_the_listener) for number in ASKING}
         # Python runs handlers between two instructions of the main thread, which may wait in a collective for minutes.
         # The pipe is written to at once, and a thread reads it.
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         # Around a fork the signals are blocked: the new process gets them once `_forget` is done.
-        hold, release = (
-            partial(signal.pthread_sigmask, how, ASKING) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK)
-        )
+        hold = partial(signal.pthread_sigmask, signal.SIG_BLOCK, ASKING)
+        release = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, ASKING)
         os.register_at_fork(before=hold, after_in_parent=release, after_in_child=_forget)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
@@ -80,10 +77,7 @@ def ignore_in_worker() -> None:
 
 
 def kill_workers() -> None:
-    """Kill the data workers that are left. It is for the exit: `atexit.register(kill_workers)`.
-
-    multiprocessing would send them SIGTERM there, which they ignore, and then wait for them without a limit.
-    """
+    """Kill, at exit, the data workers that are left: they ignore multiprocessing's SIGTERM, and it would wait."""
     import multiprocessing  # not above: a plan does without
 
     for process in multiprocessing.active_children():
@@ -120,8 +114,7 @@ def _forget() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 
 
-LINES_KEPT = 20
-"""Last lines of a command, for the message if it fails."""
+LINES_KEPT = 20  # last lines of a command, for the message if it fails
 
 
 class CommandEnded(Exception):
@@ -139,17 +132,12 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
     those of this process, with bars that move. Raises `CommandEnded` with the command's exit code, and its last lines
     of stderr if `show` is given.
     """
-    process = subprocess.Popen(
-        command,
-        env=os.environ | environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if captured or show else None,
-        stderr=subprocess.PIPE if show else None,
-        text=True,
-        errors="replace",
-        # a session of its own: Ctrl-C in a terminal reaches the command once, from here
-        start_new_session=True,
-    )
+    settings: dict = {"env": os.environ | environment(), "text": True, "errors": "replace"}
+    stdout = subprocess.PIPE if captured or show else None
+    stderr = subprocess.PIPE if show else None
+    streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+    # a session of its own: Ctrl-C in a terminal reaches the command once, from here
+    process = subprocess.Popen(command, start_new_session=True, **settings, **streams)
 
     def read(lines: IO[str] | None, last: deque[str]) -> None:
         for line in lines or ():
@@ -197,19 +185,14 @@ def handlers_kept() -> Iterator[bool]:
             signal.signal(number, handler)
 
 
-RESTART = "PRETRAINING_RESTART"
-"""Variable: how many times a supervisor has started this run again."""
-STARTED = "PRETRAINING_STARTED"
-"""Variable: Unix seconds at which the supervisor began. The run's time limit counts from then."""
+RESTART = "PRETRAINING_RESTART"  # variable: how many times a supervisor has started this run again
+STARTED = "PRETRAINING_STARTED"  # variable: UNIX seconds of the supervisor's start, for the time limit
 _TORCHRUN_RESTART = "TORCHELASTIC_RESTART_COUNT"
 _TORCHRUNS = ("torchrun", "torch.distributed.run", "accelerate")
 
 
 def launch_details() -> dict:
-    """Return the details for the event of a start: {"launch": the same in all restarts, "restart": their number}.
-
-    Empty if nothing restarts the run.
-    """
+    """Return {"launch": the same in all restarts, "restart": their number}; empty if nothing restarts the run."""
     supervisor = os.environ.get(SUPERVISOR)
     if supervisor:
         # without the host: after the loss of one, rank 0 may be on another
@@ -256,5 +239,4 @@ def starts_again_after_a_signal() -> bool:
 
 
 def _restarts() -> int:
-    """Count the restarts by torchrun and by a supervisor above it."""
     return sum(int(os.environ.get(name, "0")) for name in (RESTART, _TORCHRUN_RESTART))

@@ -23,8 +23,7 @@ from pretraining.schema import fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
-STARTS = ("start", "resume")
-"""Events with which an attempt of a run begins."""
+STARTS = ("start", "resume")  # events with which an attempt of a run begins
 PACKAGES = ["torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow"]
 PACKAGES += ["pretraining-recipes"] if IS_WHEEL else []  # a checkout has a commit
 
@@ -59,15 +58,11 @@ class RunFolder:
         self.wandb_id = self.path / "wandb_id"
         self.node_events = self.path / "node_events.jsonl"
         self.node = self.path / "node.json"
-        self.disks = ONE_DISK
-        """Which ranks see this folder; known once the run is locked."""
-        self.listeners: list[Callable[[dict], None]] = []
-        """Called with each row of events.jsonl that this process writes."""
-        self.has_begun = False
-        """Whether the run of this process has begun to write here."""
+        self.disks = ONE_DISK  # which ranks see this folder; known once the run is locked
+        self.listeners: list[Callable[[dict], None]] = []  # get each row of our events.jsonl
+        self.has_begun = False  # whether the run of this process has begun to write here
         self.at_beginning: list[Callable[[], None]] = []
-        self.at_failure: list[Callable[[], None]] = []
-        """Called once it is written how this rank failed."""
+        self.at_failure: list[Callable[[], None]] = []  # called once it is written how this rank failed
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"checkpoint-{step}"
@@ -96,10 +91,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Find which ranks see this folder, and keep other runs out, by a lock on each disk.
-
-        Raises `UserError`: another process holds it. Every rank raises it, and nothing is written.
-        """
+        """Find which ranks see this folder, and lock each disk; every rank raises `UserError` if another run has it."""
         locks: list[TextIO] = []  # one on the first rank of each disk, none on the others
         disks = find_disks(self.path)
         try:
@@ -111,10 +103,7 @@ class RunFolder:
                 release(lock, self.path)
 
     def is_finished(self, recipe: dict) -> bool:
-        """Return whether this folder holds the finished run of this recipe, so that nothing is left to do.
-
-        Settings that change neither the curve nor the measurements may differ.
-        """
+        """Return whether the finished run of this recipe is here; only what changes no result of it may differ."""
         try:
             written = read_json_value(self.recipe)
             # an older version's file may lack keys or have another shape: then it is not the same recipe
@@ -149,10 +138,7 @@ class RunFolder:
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:
-        """Append one row to events.jsonl: what happened, when (UTC), and its details.
-
-        On a disk that rank 0 does not see, to node_events.jsonl: what happened on this node.
-        """
+        """Append a row (what, when in UTC, details) to events.jsonl; node_events.jsonl on a disk without rank 0."""
         row = {"time": utc_now(), "event": kind, **masked_in(details)}
         append_row(self.events if self.disks.has_rank_0 else self.node_events, row)
         # what happens to the run is reported by the disk of rank 0
@@ -182,8 +168,7 @@ def events_of(rows: list[dict]) -> list[dict]:
 
 def results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
-    # a recipe from before a key means its default
-    evaluation = Evaluation.of(recipe.get("evaluation", {}))
+    evaluation = Evaluation.of(recipe.get("evaluation", {}))  # a recipe from before a key means its default
     named = {key: recipe.get(key) for key in ("name", "data")}
     return {**curve_parts(recipe), "evaluation": evaluation, **named}
 
@@ -201,10 +186,9 @@ def unix_seconds(when: str) -> int:
 
 def event_seconds(event: dict) -> float:
     """Read the UNIX seconds of an event; infinity if it has no time."""
-    try:
+    with suppress(KeyError, TypeError, ValueError):
         return float(unix_seconds(event["time"]))
-    except (KeyError, TypeError, ValueError):
-        return float("inf")
+    return float("inf")
 
 
 def step_of(event: dict) -> float | None:
@@ -226,10 +210,7 @@ class StepTotals(NamedTuple):
 
     @classmethod
     def of(cls, logged: Iterable[tuple[float, float, float]], first_step: float = 0) -> "StepTotals":
-        """Add up rows of (step, seconds of a step, tokens per second). Each holds the means since the row before.
-
-        first_step: the step after which the run began.
-        """
+        """Add up rows of (step, seconds of a step, tokens per second): means since the row before, or `first_step`."""
         seconds = tokens = 0.0
         before = first_step
         for step, step_seconds, tokens_per_second in logged:
@@ -241,11 +222,8 @@ class StepTotals(NamedTuple):
         """Return {"tokens_per_second", "step_seconds", "training_seconds"}; empty if no step was timed."""
         if self.steps <= 0 or self.seconds <= 0:
             return {}
-        return {
-            "tokens_per_second": self.tokens / self.seconds,
-            "step_seconds": self.seconds / self.steps,
-            "training_seconds": self.seconds,
-        }
+        step_seconds, rate = self.seconds / self.steps, self.tokens / self.seconds
+        return {"tokens_per_second": rate, "step_seconds": step_seconds, "training_seconds": self.seconds}
 
 
 def first_step(events: list[dict]) -> int:
@@ -307,8 +285,7 @@ def trained_on_processor(environment: dict) -> bool:
 def git(*arguments: str) -> str | None:
     """Return what git says of this checkout; None without git, and in a wheel: a repository around it is not ours."""
     command, settings = ["git", "-C", str(REPOSITORY), *arguments], {"errors": "replace", "timeout": 10}
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         said = None if IS_WHEEL else subprocess.run(command, capture_output=True, check=True, **settings)
         return said and said.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None

@@ -9,13 +9,10 @@ class Column(NamedTuple):
     """One column of a table: its title, and how the cell of a row is written."""
 
     title: str
-    value: str | Callable[[Any], Any]
-    """Key of the row, or a function of it; a value of None is written as `-`."""
-    write: str | Callable[[Any], str] = ""
-    """A format, or a function that writes the value."""
+    value: str | Callable[[Any], Any]  # key of the row, or a function of it; None is written as `-`
+    write: str | Callable[[Any], str] = ""  # a format, or a function that writes the value
 
     def cell(self, row: Any) -> str:
-        """Return the text of one row's cell."""
         value = self.value(row) if callable(self.value) else row[self.value]
         if value is None:
             return "-"

@@ -35,8 +35,7 @@ CAUSES = {
 """{cause of lost time: how it is called}"""
 
 
-CLAIMED = ("saving", "validation", "data", "slow_rank", "counted")
-"""What rows say about their time, those first whose length is known best."""
+CLAIMED = ("saving", "validation", "data", "slow_rank", "counted")  # those first whose length is known best
 
 METRICS = {
     "step_seconds": SECONDS,
@@ -65,17 +64,14 @@ class Attempt:
     """A run between one start and the next, in UNIX seconds."""
 
     began: float
-    ended: float
-    """Its end, or its last sign of life, if it was not given the time to say more."""
+    ended: float  # its end, or its last sign of life, if it was not given the time to say more
     ranks: int
     from_step: int
-    to_step: int
-    """The newest that it is known to have reached."""
+    to_step: int  # the newest that it is known to have reached
     end: str
     """finished, stopped, rollback, hang, "gave up", crash, running, silent, or met anew (torchrun takes in a node)."""
     why: str = ""
-    held_until: float = 0.0
-    """When its GPUs were free: at its end or a stop on request; else when the next attempt began."""
+    held_until: float = 0.0  # when its GPUs were free: at its end or a stop; else at the next start
 
     @property
     def seconds(self) -> float:
@@ -95,10 +91,7 @@ def start_rows(events: list[dict]) -> list[int]:
 
 
 def attempts(events: list[dict], until: float) -> list[Attempt]:
-    """List the attempts of a run.
-
-    events: rows of events.jsonl. until: UNIX seconds at which the last attempt ends if it has no end.
-    """
+    """List a run's attempts by the rows of events.jsonl; one without an end ends at `until` (UNIX seconds)."""
     found: list[Attempt] = []
     for first, after in itertools.pairwise([*start_rows(events), len(events)]):
         rows, following = events[first:after], events[after] if after < len(events) else None
@@ -116,23 +109,17 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
 
 def _end_of(rows: list[dict], following: dict | None) -> tuple[str, dict]:
     """Return how an attempt ended, and by which event; without one, it runs if no start follows."""
-    # started again by its launcher, or by the supervisor
-    goes_on = bool(following and following.get("restart"))
+    ends = {"end": "finished", "hang": "hang", "gave_up": "gave up", "failed": "crash"}
+    if following:
+        ends["rollback"] = "rollback"
     for event in reversed(rows):
-        match event.get("event"):
-            case "end":
-                return "finished", event
-            # "asked" is only written if nobody asked, as when the launcher was gone
-            case "stopped" if event.get("asked", True):
-                return "met anew" if goes_on else "stopped", event
-            case "hang":
-                return "hang", event
-            case "gave_up":
-                return "gave up", event
-            case "rollback" if following:
-                return "rollback", event
-            case "failed":
-                return "crash", event
+        kind = event.get("event")
+        # "asked" is only written if nobody asked, as when the launcher was gone
+        if kind == "stopped" and event.get("asked", True):
+            # started again by its launcher, or by the supervisor
+            return "met anew" if following and following.get("restart") else "stopped", event
+        if kind in ends:
+            return ends[kind], event
     return "crash" if following else "running", {}
 
 
@@ -141,14 +128,10 @@ class WallTime:
     """How the wall time of a run was spent: each second in a step that counts, or lost to one cause."""
 
     seconds: float
-    rank_seconds: float
-    """The same, times the ranks: a GPU is paid for while its run starts again too."""
-    counted: float
-    """Seconds of the steps that count, without those in which they waited."""
-    lost: dict[str, float]
-    """{cause: seconds}, of CAUSES."""
-    stopped: float
-    """Seconds between an end or a stop on request and the next start, which are in no other field."""
+    rank_seconds: float  # the same, times the ranks: a GPU is paid for while its run starts again too
+    counted: float  # seconds of the steps that count, without those in which they waited
+    lost: dict[str, float]  # {cause: seconds}, of CAUSES
+    stopped: float  # between an end or a stop on request and the next start; in no other field
 
     @classmethod
     def of(cls, events: list[dict], rows: Iterable[Row], until: float, validated: float = 0.0) -> "WallTime":
@@ -178,10 +161,9 @@ class WallTime:
             # after that row: the last save and validation, steps that are done again, the time until the next start
             claims = {}
             if after is None and reached > attempt.began:
-                saves = [
-                    row for row in events if row.get("event") == "save" and (step_of(row) or 0) >= before
-                ]
-                claims["saving"] = sum(float(row.get("blocked_seconds") or 0.0) for row in saves)
+                saves = [row for row in events if row.get("event") == "save"]
+                waits = [row.get("blocked_seconds") for row in saves if (step_of(row) or 0) >= before]
+                claims["saving"] = sum(float(each or 0.0) for each in waits)
                 claims["validation"] = min(validated, attempt.held_until) - reached - claims["saving"]
             _divide(spent, attempt.held_until - reached, claims, attempt.lost_as)
             begun_after = attempt.lost_as
@@ -209,11 +191,8 @@ def _divide(spent: dict[str, float], seconds: float, claims: dict[str, float], r
 
 @dataclass(frozen=True)
 class Price:
-    """What a GPU costs."""
-
     dollars_per_gpu_hour: float
-    source: str
-    """Who says so: the recipe, or a provider of the price table with the date."""
+    source: str  # who says so: the recipe, or a provider of the price table with the date
 
     def dollars(self, rank_seconds: float) -> float:
         return rank_seconds / 3600 * self.dollars_per_gpu_hour

@@ -31,8 +31,7 @@ from pretraining.runtime.exit_codes import GAVE_UP, HANG, STOPPED, SUPERVISOR, U
 from pretraining.runtime.installation import WORKPLACE
 
 READY, NO_CODE = "ready", "none"
-SECONDS_TO_LEAVE = 60.0
-"""Time that ranks have to save after their launcher is gone."""
+SECONDS_TO_LEAVE = 60.0  # time that ranks have to save after their launcher is gone
 
 
 def started_here(folder: Path) -> list[int]:
@@ -41,11 +40,9 @@ def started_here(folder: Path) -> list[int]:
     wanted = f"{SUPERVISOR}={folder}".encode()
     started = []
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or belongs to another user
             if wanted in (process / "environ").read_bytes().split(b"\0"):
                 started.append(int(process.name))
-        except OSError:  # it has ended meanwhile, or belongs to another user
-            continue
     return started
 
 
@@ -59,10 +56,7 @@ def kill_all(folder: Path) -> None:
 
 
 def end_what_is_left(folder: Path, seconds: float | None = None) -> bool:
-    """End ranks that outlived their launcher; return whether there were any.
-
-    They save and leave when they notice; those that are still there after `seconds` are killed.
-    """
+    """End ranks that outlived their launcher, killed if still there after `seconds`; return whether there were any."""
     time.sleep(0.1)  # a process that is just being started shows no environment yet
     until = time.monotonic() + (SECONDS_TO_LEAVE if seconds is None else seconds)
     outlived = bool(started_here(folder))
@@ -79,30 +73,24 @@ def told_code(folder: Path) -> int | None:
 
 SSH_OPTIONS = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4 -o ConnectTimeout=10"
 """A host that sends nothing for a minute is gone; ssh itself would wait for hours."""
-SECONDS_AFTER_A_LOSS = 10.0
-"""Ranks of the other hosts wait for the lost one in vain: there is nothing that they could save."""
+SECONDS_AFTER_A_LOSS = 10.0  # ranks that wait for a lost host have nothing that they could save
 SSH_VARIABLE = "PDSH_SSH_ARGS_APPEND"
-VARIABLES_FILE = "DS_ENV_FILE"
-"""Variable: names the file of variables that DeepSpeed sets on each host; .deepspeed_env by default."""
+VARIABLES_FILE = "DS_ENV_FILE"  # names the file of variables that DeepSpeed sets on each host
 
 VALUES = """hostfile include exclude num_nodes num_gpus master_port master_addr node_rank launcher
     launcher_args enable_each_rank_log autotuning bind_core_list ssh_port venv_script log_level"""
 SWITCHES = "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank quiet"
 """Options of the `deepspeed` command, with and without a value (0.19.8)."""
-ORDER = (USER_ERROR, GAVE_UP, STOPPED, HANG)
-"""Codes other than that of a finished run, and which counts if hosts differ."""
+ORDER = (USER_ERROR, GAVE_UP, STOPPED, HANG)  # which counts if hosts differ, and one has not finished
 
 
 @dataclass
 class HostfileCommand:
-    """A command that DeepSpeed starts on the hosts of a file through pdsh.
+    """A command that DeepSpeed starts on the hosts of a file through pdsh."""
 
-    words: as typed. options: those before the script. script: its place among the words.
-    """
-
-    words: list[str]
-    options: argparse.Namespace
-    script: int
+    words: list[str]  # as typed
+    options: argparse.Namespace  # those before the script
+    script: int  # its place among the words
 
     @classmethod
     def of(cls, words: list[str], also_one: bool = False) -> "HostfileCommand | None":
@@ -122,24 +110,22 @@ class HostfileCommand:
 
     def slots(self) -> dict[str, list[int]]:
         """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
-        options, chosen = self.options, {}
+        options = self.options
         slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
-        # `beta@gamma:0,2`; no numbers: all
-        typed = options.include or options.exclude
+        typed = options.include or options.exclude  # `beta@gamma:0,2`; no numbers: all
         parts = [part.partition(":") for part in typed.split("@") if part]
         try:
             named = {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
         except ValueError:
             what = f"{typed!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
             raise UserError(f"{options.hostfile}: {what}") from None
-        for host, numbers in named.items():
-            if host not in slots:
-                raise UserError(f"{options.hostfile}: it has no host {host}, which the command names")
-            if options.include:
-                chosen[host] = numbers or slots[host]
-            else:
+        if unknown := [host for host in named if host not in slots]:
+            raise UserError(f"{options.hostfile}: it has no host {unknown[0]}, which the command names")
+        if options.include:
+            slots = {host: named[host] or every for host, every in slots.items() if host in named}
+        else:
+            for host, numbers in named.items():
                 slots[host] = [each for each in slots[host] if numbers and each not in numbers]
-        slots = {host: chosen[host] for host in slots if host in chosen} if options.include else slots
         if options.num_nodes > 0:
             slots = dict(list(slots.items())[: options.num_nodes])
         if options.num_gpus > 0:
@@ -160,7 +146,6 @@ class HostfileCommand:
         return [*self.words[: self.script], *chosen, script, *rest]
 
     def ssh(self, host: str) -> list[str]:
-        """Return the words that start a command there."""
         port = [] if self.options.ssh_port is None else ["-p", str(self.options.ssh_port)]
         # ssh takes the first of two values: what the user wrote for pdsh counts
         typed = shlex.split(os.environ.get(SSH_VARIABLE, ""))
@@ -175,12 +160,10 @@ class Hosts:
     folder: Path
     agents: dict[str, subprocess.Popen] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    codes: dict[str, int] = field(default_factory=dict)
-    """{host: the exit code that one of its ranks told}, after `end`."""
+    codes: dict[str, int] = field(default_factory=dict)  # {host: the code that a rank told}, after `end`
 
     def __post_init__(self) -> None:
-        # read once: the file may be edited while the run goes on
-        self._slots = self.command.slots()
+        self._slots = self.command.slots()  # read once: the file may be edited while the run goes on
         self._first = next(iter(self._slots), None)
 
     def reach(self) -> None:
@@ -222,17 +205,12 @@ class Hosts:
     def send(self, word: str) -> None:
         """Give every agent a word; one that is gone gets none."""
         for agent in self.agents.values():
-            try:
+            with contextlib.suppress(OSError):
                 agent.stdin.write(f"{word}\n")
                 agent.stdin.flush()
-            except OSError:
-                continue
 
     def watch(self, launcher: subprocess.Popen, say: Callable[[str], None]) -> threading.Thread:
-        """Watch the hosts until the launcher's end, in a thread that is returned.
-
-        If one is lost, what runs on the others is ended: it would wait for the lost one.
-        """
+        """Watch the hosts until the launcher's end, in a thread; if one is lost, end the others, which wait for it."""
 
         def look() -> None:
             while launcher.poll() is None:
@@ -249,10 +227,7 @@ class Hosts:
         return thread
 
     def end(self, seconds: float = SECONDS_TO_LEAVE) -> None:
-        """Have every agent end what is left on its host, and collect the codes. A second call does nothing.
-
-        seconds: the time that ranks have to leave by themselves.
-        """
+        """Have agents end what is left after `seconds`, and collect the codes. A second call does nothing."""
         self.send(f"end {seconds:g}")
         for host, agent in self.agents.items():
             said = [line.strip() for line in agent.stdout]

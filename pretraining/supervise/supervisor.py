@@ -140,9 +140,8 @@ class Supervisor:
         """Return the command; that of a torchrun whose meeting stays over with the next `--rdzv_id`."""
         if Path(self.command[0]).name != "torchrun" or not any("rdzv" in word for word in self.command):
             return self.command
-        asking = subprocess.Popen(
-            [*OPEN_COMMAND, *self.command], stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
+        words = [*OPEN_COMMAND, *self.command]
+        asking = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
         while asking.poll() is None and not self.asked:
             time.sleep(0.1)
         asking.kill()
@@ -155,20 +154,12 @@ class Supervisor:
         return command
 
     def _run_launcher(self, command: list[str], variables: dict[str, str]) -> int:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
+        options: dict = {"start_new_session": True, **({} if self._read is None else pipes)}
+        options["env"] = {MEET_ANEW: "1", **os.environ, **variables, **self._variables}
         try:
-            pipes: dict = {
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.STDOUT,
-                "text": True,
-                "errors": "replace",
-            }
-            # a session of its own: Ctrl-C reaches the supervisor alone, which asks the ranks
-            launcher = subprocess.Popen(
-                command,
-                env={MEET_ANEW: "1", **os.environ, **variables, **self._variables},
-                start_new_session=True,
-                **({} if self._read is None else pipes),
-            )
+            launcher = subprocess.Popen(command, **options)
         except OSError as error:
             raise UserError(f"{command[0]}: cannot be started: {error.strerror}") from error
         watch = None if self._hosts is None else self._hosts.watch(launcher, _say)
