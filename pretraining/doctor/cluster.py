@@ -156,9 +156,8 @@ class Examination:
             if worst(looked) == FINE:
                 size = shared.BYTES_ON_GPU_MACHINES if self.on_gpu else shared.BYTES_ELSEWHERE
                 saved = self.launch.plan and self.launch.plan.checkpoint_bytes
-                self._attempt(
-                    "disk of all ranks", partial(shared.measure_disk, self.call, probed, size, saved)
-                )
+                measure = partial(shared.measure_disk, self.call, probed, size, saved)
+                self._attempt("disk of all ranks", measure)
         finally:
             # also if a step raises: nothing of ours stays in the run folder
             probed.clear()
@@ -206,14 +205,11 @@ class Examination:
     def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
         """Make a step and add its findings to all findings; an error becomes a finding too."""
         self._say(name)
-        if self._left() <= 0:
-            remedy = "see what took so long in the lines above"
-            found = [Finding(name, COSTS, "left out: the time was over", remedy)]
-        else:
-            try:
-                found = examine()
-            except (RuntimeError, OSError) as error:
-                found = [Finding.of_error(name, one_line(error))]
+        try:
+            late = "left out: the time was over; see what took so long in the lines above"
+            found = examine() if self._left() > 0 else [Finding.of_error(name, late, COSTS)]
+        except (RuntimeError, OSError) as error:
+            found = [Finding.of_error(name, one_line(error))]
         self.findings += found
         return found
 
@@ -397,11 +393,9 @@ def _meet(store: Store, rank: int, pair: Pair, address: str, on_gpu: bool) -> fl
     # process at its limit: the roll call ends the step long before
     nccl = [("nccl", "cuda", 10 * PAIR_SECONDS)] if on_gpu else []
     for library, device, limit in [("gloo", "cpu", GLOO_SECONDS), *nccl]:
-        shared_store, patience = PrefixStore(library, store), timedelta(seconds=limit)
+        place = {"store": PrefixStore(library, store), "rank": pair.index(rank), "world_size": 2}
         try:
-            dist.init_process_group(
-                library, store=shared_store, rank=pair.index(rank), world_size=2, timeout=patience
-            )
+            dist.init_process_group(library, **place, timeout=timedelta(seconds=limit))
             summed = torch.tensor(rank, device=device)
             dist.all_reduce(summed)
             found = int(summed)

@@ -30,7 +30,6 @@ ON_AMD = (
     "look at them by rocm-smi; give --world_size N, and under the launcher (deepspeed --num_gpus=N --module "
     "pretraining.doctor) messages, products and layers are measured on them"
 )
-MEBIBYTE = 1 << 20
 IDLE_SHARE = 0.02
 """Share of a GPU's memory up to which only the driver uses it."""
 SLOWED = {0x2: "its clocks are set lower", 0x8: "hardware slowdown", 0x40: "heat", 0x80: "power brake"}
@@ -119,7 +118,8 @@ def read_gpus() -> Gpus:
         return Gpus(problem=f"nvidia-smi cannot be used ({' '.join(str(error).split())})")
     found = []
     for row in rows:
-        total, used = (int((_number(row.get(f"memory.{key}")) or 0) * MEBIBYTE) for key in ("total", "used"))
+        # in MiB
+        total, used = (int(_number(row.get(f"memory.{key}")) or 0) << 20 for key in ("total", "used"))
         found.append(GpuFound(row["index"], row.get("name", "GPU"), total, used, row))
     visible, chosen = found, os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:

@@ -162,9 +162,8 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         parameters = model_size(shorter).total
         fits = parameters <= PROCESSOR_PARAMETERS
         if on_gpu:
-            need = memory_need(
-                Setup(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
-            )
+            whole = Setup(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
+            need = memory_need(whole)
             memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             fits = (parameters <= MOST_PARAMETERS or count == 1) and need.total <= MEMORY_SHARE * memory
         if fits:

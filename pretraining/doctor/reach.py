@@ -98,10 +98,8 @@ def check_names(launch: Launch) -> Iterator[Finding]:
         if os.environ.get(variable, "").upper() == value:
             yield Finding("network", COSTS, f"{variable}={os.environ[variable]}: {why}", f"unset {variable}")
     if UNREAD in os.environ:
-        what = (
-            f"{UNREAD} changes nothing: torch 2.15 always holds what a collective uses until it is waited for"
-        )
-        yield Finding("network", FINE, what)
+        why = "torch 2.15 always holds what a collective uses until it is waited for"
+        yield Finding("network", FINE, f"{UNREAD} changes nothing: {why}")
     if meeting := os.environ.get("MASTER_ADDR"):
         try:
             socket.gethostbyname(meeting)

@@ -116,9 +116,8 @@ def _to_make_alike(key: str, usual: str) -> tuple[str, str]:
         return BREAKS, f"git checkout {commit} on every node, and have the same changes, or none, on each"
     if key in ("GPU", "GPU memory", "driver"):
         return COSTS, "take nodes of one kind: the slowest GPU sets the pace, the smallest the memory"
-    return BREAKS, as_typed(
-        "install the same on every node (pip install -r requirements.txt), or share one folder"
-    )
+    remedy = "install the same on every node (pip install -r requirements.txt), or share one folder"
+    return BREAKS, as_typed(remedy)
 
 
 def ask_for_the_time(call: RollCall) -> dict | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT, read_json_value
+from pretraining.outside.files import COUNT, object_of, read_json_value
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -39,7 +39,6 @@ TITLES = {
 }
 """`training_seconds` is the time of all steps together, without validation, saving and restarts. `validation_loss` is
 that of the end; the recipe's ladder foresees it."""
-QUANTITIES = tuple(TITLES)
 
 
 def predicted(
@@ -53,7 +52,7 @@ def predicted(
         on_processor: no GPU trains; the peak is what a process takes beyond what it had before the model was built.
         gpu_memory: bytes of one GPU, in the table or not.
     """
-    values: dict[str, float | None] = dict.fromkeys(QUANTITIES)
+    values: dict[str, float | None] = dict.fromkeys(TITLES)
     need = memory_need(setup, gpu_memory)
     values["peak_memory_bytes"] = need.on_processor if on_processor else need.allocated
     values["checkpoint_bytes"] = build_run_plan(setup).checkpoint_bytes
@@ -109,7 +108,7 @@ def compare_run(folder: Path) -> dict:
         # the prediction is for all steps, and these are only those so far
         observed.pop("training_seconds", None)
     rows = {}
-    for name in QUANTITIES:
+    for name in TITLES:
         before, after = foreseen.get(name), observed.get(name)
         # a quantity may be predicted and not measured, or the reverse
         ratio = after / before if before and after is not None else None
@@ -130,7 +129,7 @@ def measured_beside_planned(folder: Path) -> str:
     return ", ".join(
         f"{TITLES[name]} {_words(name, compared[name]['measured'])} "
         f"(planned {_words(name, compared[name]['predicted'])})"
-        for name in QUANTITIES
+        for name in TITLES
         if None not in (compared[name]["predicted"], compared[name]["measured"])
     )
 
@@ -147,7 +146,7 @@ def _read_object(path: Path) -> dict:
 
 def _numbers(values: Any) -> dict[str, float]:
     values = values if isinstance(values, dict) else {}
-    return {name: values[name] for name in QUANTITIES if _is_number(values.get(name))}
+    return {name: values[name] for name in TITLES if _is_number(values.get(name))}
 
 
 def _is_number(value: Any) -> bool:
@@ -166,9 +165,8 @@ def _observed(run: RunFolder) -> dict[str, float]:
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         # a node without a shared disk may hold a part of the files that the marker names
-        sizes = {
-            path.name: path.stat().st_size for path in checkpoints[-1].parent.rglob("*") if path.is_file()
-        }
+        files = (path for path in checkpoints[-1].parent.rglob("*") if path.is_file())
+        sizes = {path.name: path.stat().st_size for path in files}
         try:
             files = check(read_json_value(checkpoints[-1]), _MARKER, str(checkpoints[-1])).get("files", {})
         except (OSError, ValueError, UserError):  # damaged, which the next start reports
@@ -178,11 +176,8 @@ def _observed(run: RunFolder) -> dict[str, float]:
     return observed
 
 
-_FILE = {"type": "object", "required": ["bytes"], "properties": {"bytes": COUNT}}
-_MARKER = {
-    "type": "object",
-    "properties": {"files": {"type": "object", "patternProperties": {"(?s:.*)": _FILE}}},
-}
+_FILES = {"type": "object", "patternProperties": {"(?s:.*)": object_of({"bytes": COUNT})}}
+_MARKER = {"type": "object", "properties": {"files": _FILES}}
 
 
 class CompareVerb:
@@ -220,7 +215,7 @@ class CompareVerb:
         lines = [["run", "quantity", "predicted", "measured", "measured/predicted"]]
         for run in answer["runs"]:
             name = run["run"] if run["finished"] else f"{run['run']} (not finished)"
-            for quantity in QUANTITIES:
+            for quantity in TITLES:
                 before, after, ratio = run[quantity].values()
                 if before is not None or after is not None:
                     words = [_words(quantity, before), _words(quantity, after)]

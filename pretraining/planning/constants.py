@@ -49,9 +49,12 @@ _PASSES = {"forward?": NOT_NEGATIVE, "backward?": NOT_NEGATIVE}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}
 
+_OFFER = dict.fromkeys(("gpu", "provider", "place", "date", "source"), TEXT)
 # fields of `gpus.Gpu`
 _GPU = "memory_bytes memory_bandwidth_bytes_per_second link_bytes_per_second pcie_bytes_per_second"
 _GPU = (*_GPU.split(), "network_bits_per_second", "watts", "gpus_per_node")
+# by the kind of GPU; `*` is for those that have no entry
+_SHARES = {"*": _value(SHARE), ANY: _value(SHARE)}
 _ASSUMED = ("cuda_context_bytes", "nccl_bytes", "fragmentation", "processor_bytes", "host_process_bytes")
 
 SHAPES: dict[str, Any] = {
@@ -92,20 +95,10 @@ SHAPES: dict[str, Any] = {
         "host_bandwidth_bytes_per_second": _value(POSITIVE),
         "nvme_bytes_per_second": _value(POSITIVE),
     },
-    "prices": {
-        "prices": [
-            {
-                **dict.fromkeys(("gpu", "provider", "place", "date", "source"), TEXT),
-                "dollars_per_gpu_hour": POSITIVE,
-            }
-        ]
-    },
+    "prices": {"prices": [{**_OFFER, "dollars_per_gpu_hour": POSITIVE}]},
     "rates": {
         "mfu": {"*": {"value": SHARE, "source": TEXT}, ANY: {"value": SHARE, "source": TEXT}},
-        # by the kind of GPU; `*` is for those that have no entry
-        "sustained": {
-            name: {"*": _value(SHARE), ANY: _value(SHARE)} for name in ("products", "attention", "memory")
-        },
+        "sustained": dict.fromkeys(("products", "attention", "memory"), _SHARES),
         "expected": {
             "products": {"widths": NUMBERS, "value": NUMBERS},
             "attention": {"lengths": NUMBERS, "value": [{"head_size": POSITIVE, "value": NUMBERS}]},
@@ -162,9 +155,8 @@ def table(name: str) -> dict:
         for key in ("parameters", "tokens"):
             low, high = values["fitted_on"][key][:2]
             if low > high:
-                raise problem(
-                    where, f"fitted_on.{key}", f"{low:g} is above {high:g}; write the smaller first"
-                )
+                what = f"{low:g} is above {high:g}; write the smaller first"
+                raise problem(where, f"fitted_on.{key}", what)
         for approach, rows in values["frontiers"].items():
             if len(rows["parameters"]) != len(rows["flops"]):
                 what = "parameters and flops differ in length; pair them"
@@ -172,9 +164,8 @@ def table(name: str) -> dict:
             for key in ("parameters", "flops"):
                 # a power law is fitted through them
                 if len(set(rows[key])) < 2:
-                    raise problem(
-                        where, f"frontiers.{approach}.{key}", "are all the same; write different ones"
-                    )
+                    what = "are all the same; write different ones"
+                    raise problem(where, f"frontiers.{approach}.{key}", what)
     return values
 
 

@@ -190,12 +190,10 @@ def _placement(case: _Case) -> Objection | None:
         EXPERT: (degrees.expert, degrees.tensor),
     }
     outside = [name for name, group in groups.items() if spans_nodes(*group, node)]
-    if case.setup.world_size <= node:
-        return None
     # long sequences may need more ranks than a node has, layers never do
     if degrees.ranks_per_sample > node:
         outside = [name for name in outside if name == TENSOR]
-    if not outside:
+    if not outside or case.setup.world_size <= node:
         return None
     as_one = replace(gpu, gpus_per_node=case.setup.world_size)
     seconds, inside = (
@@ -253,9 +251,8 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
             remedy = "--set training.lr_scheduler_type=constant_with_warmup, or --set training.warmup_steps=0"
             yield Objection(what, remedy)
     elif given >= steps or given < needed:
-        what = (
-            f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
-        )
+        short = "is short for this size: the optimizer's running means are not settled"
+        what = f"warm-up of {given} steps {short}"
         if given >= steps:
             what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
             needed = max(1, steps // 10)
@@ -334,12 +331,8 @@ def _borders(case: _Case) -> Objection | None:
 
 def _way_warnings(case: _Case) -> Iterator[Objection]:
     """Warn about what slows every step and is not needed: experts one by one, a batch, a stage, offload, buckets."""
-    recipe, config, on_gpus, precision = (
-        case.recipe,
-        case.ds_config,
-        case.limit is not None,
-        case.setup.precision,
-    )
+    recipe, config, on_gpus = case.recipe, case.ds_config, case.limit is not None
+    precision, stage, several_gpus = case.setup.precision, case.setup.stage, case.setup.world_size > 1
     has_router = any(tensor.kind == ROUTER for tensor in parameter_tensors(recipe.model))
     # grouped products need bf16 weights; autocast does not help (transformers 5.24, integrations/moe.py `_grouped_mm`)
     if on_gpus and has_router and (precision.name != "bf16" or precision.is_autocast):
@@ -354,7 +347,6 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
     if recipe.micro_batch <= 1 and case.setup.accumulation <= 1:
         what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
         yield Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")
-    stage, several_gpus = case.setup.stage, case.setup.world_size > 1
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
     # the links are known and carry a step's messages well within the time of its products
     time = case.step
@@ -373,11 +365,8 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
     # only messages between GPUs are slowed by latency
     if on_gpus and several_gpus and stage >= 2:
         bucket = reduce_bucket(config, value_of(recipe.model, "hidden_size"), case.setup.held)
-        experts = case.setup.degrees.expert
-        numels = [
-            each.numel // (experts if each.part == "experts" else 1)
-            for each in parameter_tensors(recipe.model)
-        ]
+        ranks = {"experts": case.setup.degrees.expert}
+        numels = [each.numel // ranks.get(each.part, 1) for each in parameter_tensors(recipe.model)]
         # a parameter that is larger than the bucket is a message of its own
         alone = [numel for numel in numels if numel > bucket]
         messages = len(alone) + (sum(numels) - sum(alone)) / bucket

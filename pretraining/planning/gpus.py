@@ -124,10 +124,9 @@ def _plain(name: str) -> str:
 def _rates_file() -> Path:
     """Return the file of this host, in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
     caches = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME') or Path.home()}/.cache"
+    folder = os.environ.get(FOLDER_VARIABLE) or f"{caches}/pretraining/doctor"
     # a home on a network disk is shared between hosts, so each host has a file of its own
-    return Path(
-        os.environ.get(FOLDER_VARIABLE) or f"{caches}/pretraining/doctor", f"{socket.gethostname()}.json"
-    )
+    return Path(folder, f"{socket.gethostname()}.json")
 
 
 def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: int) -> Path:
@@ -221,14 +220,13 @@ class GpusVerb:
         return facts(rows)
 
 
+def _peak_column(name: str) -> Column:
+    return Column(name, lambda gpu: gpu["dense_peak_flops"].get(name), lambda peak: three_digits(peak / 1e12))
+
+
 COLUMNS = (
     Column("GPU", "name"),
-    *(
-        Column(
-            name, lambda gpu, n=name: gpu["dense_peak_flops"].get(n), lambda peak: three_digits(peak / 1e12)
-        )
-        for name in ("bf16", "fp16", "fp8")
-    ),
+    *map(_peak_column, ("bf16", "fp16", "fp8")),
     Column("memory", "memory_bytes", num_bytes),
     Column("bandwidth/s", "memory_bandwidth_bytes_per_second", num_bytes),
     Column("link", "link"),

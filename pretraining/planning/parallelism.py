@@ -9,6 +9,7 @@ own, so that the curve is another one.
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import product
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
@@ -161,16 +162,14 @@ def _divisions(cluster: Cluster) -> Iterator[Division]:
     # ring attention gives each GPU two pieces of a sequence, so that all have the same work under the causal mask
     longest = max(1, length // SHORTEST_CONTEXT_SHARD)
     contexts = [2**n for n in range(longest.bit_length()) if length % (2 * 2**n) == 0 or n == 0]
-    for tensor in tensors:
-        for pipeline in pipelines:
-            for context in contexts:
-                data, rest = divmod(cluster.num_gpus, tensor * pipeline * context)
-                # every GPU has work, and every pipeline gets the same number of sequences
-                if data == 0 or rest or cluster.sequences % data:
-                    continue
-                of_pipeline = cluster.sequences // data
-                for micro_batch in (n for n in MICRO_BATCHES if of_pipeline % n == 0):
-                    yield Division(data, tensor, pipeline, context, micro_batch)
+    for tensor, pipeline, context in product(tensors, pipelines, contexts):
+        data, rest = divmod(cluster.num_gpus, tensor * pipeline * context)
+        # every GPU has work, and every pipeline gets the same number of sequences
+        if data == 0 or rest or cluster.sequences % data:
+            continue
+        of_pipeline = cluster.sequences // data
+        for micro_batch in (n for n in MICRO_BATCHES if of_pipeline % n == 0):
+            yield Division(data, tensor, pipeline, context, micro_batch)
 
 
 def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
@@ -291,9 +290,8 @@ class ParallelismVerb:
         setup, gpu = setup_of(options), find_gpu(options.gpu)
         # --parameters gives a size alone: no heads, widths or layers
         if isinstance(setup, BareSize):
-            raise UserError(
-                "layouts need the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
-            )
+            remedy = "give --recipe NAME or --model NAME (and --set to change it)"
+            raise UserError(f"layouts need the model's shape: {remedy}")
         recipe, num_gpus = setup.recipe, setup.world_size
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
         optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))

@@ -52,9 +52,8 @@ NOTE = """
 The fastest first, times within {same:.0%} counted as equal; each further row needs less memory than all above it.
 Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no offload,
 the fewest layers recomputed, the fewest splits, the lowest stage and the largest micro-batch. What takes more than
-{tight:.0%} of the
-memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel launches, plus
-offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
+{tight:.0%} of the memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel
+launches, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 COLUMNS = (
     Column("ds_config", lambda way: way["deepspeed"] or "none"),
@@ -343,9 +342,8 @@ class FitVerb:
         """Return the fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
         setup, gpu = setup_of(options), find_gpu(options.gpu)
         if isinstance(setup, BareSize):
-            raise UserError(
-                "the search needs the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
-            )
+            remedy = "give --recipe NAME or --model NAME (and --set to change it)"
+            raise UserError(f"the search needs the model's shape: {remedy}")
         limit = options.memory or gpu.memory_bytes
         fits = fitting(setup, gpu, limit, options.mfu, own_ds_config=options.deepspeed is not None)
         chosen = worth_choosing(fits)

@@ -272,9 +272,8 @@ def setup_of(options: argparse.Namespace) -> Setup | BareSize:
         raise UserError("give one of --recipe NAME, --model NAME and --parameters N (with --tokens D)")
     if options.parameters:
         if options.set or options.deepspeed:
-            raise UserError(
-                "--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters"
-            )
+            what = "--set and --deepspeed change a recipe"
+            raise UserError(f"{what}: give --recipe NAME instead of --parameters")
         return BareSize(options.parameters, options.tokens, ranks)
     if options.recipe:
         recipe, ds_config = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)

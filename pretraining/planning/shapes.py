@@ -25,16 +25,9 @@ from pretraining.runtime.installation import PACKAGE
 from pretraining.schema import display_path
 
 MODULE = "pretraining.model.counting"
-SOURCES = [
-    PACKAGE / name
-    for name in (
-        "model/counting.py",
-        "model/drawing_rules.py",
-        "recipe/model.py",
-        "upstream/saved_tensors.py",
-        "upstream/transformers.py",
-    )
-]
+SOURCES = [PACKAGE / "model" / name for name in ("counting.py", "drawing_rules.py")]
+SOURCES += [PACKAGE / "recipe" / "model.py"]
+SOURCES += [PACKAGE / "upstream" / name for name in ("saved_tensors.py", "transformers.py")]
 HOW = "counted by building on the meta device"
 GATED = 2.5
 """Matrices of width x inner above which a feed-forward layer counts as gated: a gated one has three, others two."""
@@ -243,9 +236,8 @@ def count_model(model: dict) -> CountedModel:
     try:
         library = version("transformers")
     except PackageNotFoundError:
-        raise UserError(
-            "model: counting this type needs transformers; pip install -r requirements.txt"
-        ) from None
+        what = "counting this type needs transformers; pip install -r requirements.txt"
+        raise UserError(f"model: {what}") from None
     # another version of the library, of the code that counts, or of the user's file that builds must count again
     sources = (source.read_text(encoding="utf-8") for source in SOURCES)
     depends_on = (library, extension.digest if extension else "", *sources, section)
@@ -256,10 +248,8 @@ def count_model(model: dict) -> CountedModel:
         raise UserError(f"model: transformers cannot build this {model_type}: {count['error']}")
     # kept too, so that the next start refuses at once
     if faults := count.pop("faults"):
-        what = "weights would not be the same at every ZeRO stage"
-        raise UserError(
-            f"model.model_type: {model_type} does not train here, its initial {what}: {faults[0]}"
-        )
+        what = "does not train here, its initial weights would not be the same at every ZeRO stage"
+        raise UserError(f"model.model_type: {model_type} {what}: {faults[0]}")
     count["tensors"] = tuple(Tensor.of_part(*tensor) for tensor in count["tensors"])
     return CountedModel(**count)
 

@@ -274,9 +274,8 @@ def expected_rates(setup: Setup, gpu: Gpu, precision: str, results: Path = RESUL
     are of the recipe's shapes already.
     """
     at_best, shares = sustained_rates(gpu, precision, setup.world_size), table("rates")["expected"]
-    rows = [
-        row for row in _rows_of(gpu, "products", results) if row["benchmark"] == "rates" and not row["small"]
-    ]
+    rows = _rows_of(gpu, "products", results)
+    rows = [row for row in rows if row["benchmark"] == "rates" and not row["small"]]
     measured = max(rows, key=lambda row: row["when"]) if rows and precision in SIXTEEN_BIT_NAMES else None
     products, attention = ((measured or shares)[name] for name in ("products", "attention"))
     # the widest heads of the table that are no wider than the model's
@@ -371,9 +370,8 @@ def _loss_kernel_bytes(setup: Setup, tokens: int, gpu: Gpu) -> float:
         vocab_size = rows_of_rank(vocab_size, setup.degrees)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
-    chunk = chunk_length(
-        tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss.chunk_tokens
-    )
+    of_logit, asked = logit_bytes(SIXTEEN_BIT, compiled), recipe.loss.chunk_tokens
+    chunk = chunk_length(tokens, vocab_size, of_logit, gpu.memory_bytes, asked)
     # only the fused loss also moves the head and its gradient
     if kind != "fused":
         return tokens * factors["logit"] * vocab_size

@@ -193,9 +193,8 @@ class Rehearsal:
             return f"{self.run.path}: not looked at (the disk of the nodes is another)"
         changes_of_run(self.run.path, self.recipe.to_dict(), self.options.allow_change)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
-            raise UserError(
-                f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
-            )
+            what = "this run is finished: nothing would start; choose another --output_dir"
+            raise UserError(f"{self.run.path}: {what}")
         state = "goes on" if self.run.recipe.exists() else "new"
         began, folder = time.perf_counter(), existing_folder(self.run.path)
         try:
@@ -228,9 +227,8 @@ class Rehearsal:
         read = time.perf_counter() - began - written
         store.remove("probe")
         if found != content:
-            raise UserError(
-                f"{store.where('probe')}: what was written was not read back; check checkpoints.upload"
-            )
+            what = "what was written was not read back; check checkpoints.upload"
+            raise UserError(f"{store.where('probe')}: {what}")
         where = store.where("")[:-1]
         return f"{where}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
 
@@ -295,9 +293,8 @@ class Rehearsal:
                     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     listener.bind(("", int(port)))
             except (OSError, ValueError, OverflowError):
-                raise UserError(
-                    f"MASTER_PORT={port} is taken on this host, or is no port; choose another"
-                ) from None
+                what = "is taken on this host, or is no port; choose another"
+                raise UserError(f"MASTER_PORT={port} {what}") from None
         trackers = named if isinstance(named, str) else ", ".join(named)
         return f"{several(len(self.recipe.extensions), 'extension')}; trackers: {trackers or 'none'}"
 

@@ -210,16 +210,14 @@ def _of_counted(given: Pass) -> Activations:
     else:
         # estimated by what goes into a layer's matrices and comes out
         width, of_number = value_of(given.model, "hidden_size"), tokens * precision.compute
+        share = facts.chosen_experts / facts.experts if facts.experts else 1
         numbers: dict[int, float] = {}
         for tensor in facts.tensors:
             if tensor.layer is not None and tensor.decays:
-                met = (
-                    facts.chosen_experts / facts.experts if tensor.part == "experts" and facts.experts else 1
-                )
+                met = share if tensor.part == "experts" else 1
                 numbers[tensor.layer] = numbers.get(tensor.layer, 4 * width) + met * tensor.factors
-        layers = [
-            _Layer(of_number * each, of_number * width, of_number * each / 4) for each in numbers.values()
-        ]
+        sizes = [of_number * each for each in numbers.values()]
+        layers = [_Layer(size, of_number * width, size / 4) for size in sizes]
 
     def measured(key: str) -> tuple[float, float]:
         """Return the bytes that do not depend on tokens, such as copies of weights, and the others."""
@@ -240,9 +238,8 @@ def _of_counted(given: Pass) -> Activations:
         exchanged = tokens * precision.compute * (widths.queries + keys)
         layers = [layer._replace(kept=layer.kept + exchanged) for layer in layers]
     again = given.recomputed(len(layers))
-    held = sum(
-        layer.input if redo else layer.kept + layer.copies for redo, layer in zip(again, layers, strict=True)
-    )
+    pairs = zip(again, layers, strict=True)
+    held = sum(layer.input if redo else layer.kept + layer.copies for redo, layer in pairs)
     # what is an argument of every recomputed layer stays with it
     outside = sum(sum(measured(key)) for key in ("outside", *(["arguments"] if any(again) else [])))
     largest = max(layers, key=lambda layer: layer.kept, default=_Layer(0, 0, 0))

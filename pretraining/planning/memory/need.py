@@ -129,10 +129,7 @@ class MemoryNeed:
 
 
 class HeldByRank(NamedTuple):
-    """What the fullest rank holds of a model between the passes of a step, whatever passes through it.
-
-    Neither the micro-batch nor recomputation changes it, as long as a step has as many micro-batches.
-    """
+    """What the fullest rank holds of a model between the passes of a step, however many layers are recomputed."""
 
     state: ModelState
     host: dict[str, float]
@@ -142,13 +139,9 @@ class HeldByRank(NamedTuple):
 
 def held_by_rank(setup: Setup) -> HeldByRank:
     state, optimizer = state_of(setup), optimizer_states(setup.recipe)
-    pinned = [
-        size
-        for family in setup.families
-        for size in pinned_by_offload(
-            setup.ds_config, family.ranks, setup.precision.weights, optimizer.in_groups(family.trained)
-        )
-    ]
+    pinned, config, width = [], setup.ds_config, setup.precision.weights
+    for family in setup.families:
+        pinned += pinned_by_offload(config, family.ranks, width, optimizer.in_groups(family.trained))
     host = _host_memory(setup, state)
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
@@ -186,13 +179,9 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
     )
     # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
     # all weights
-    copies = sum(
-        FP32
-        * sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
-        / (family.ranks if stage else 1)
-        for family in setup.families
-    )
-    extra = replace(extra, step=extra.step + copies)
+    for family in setup.families:
+        copied = sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
+        extra = replace(extra, step=extra.step + FP32 * copied / (family.ranks if stage else 1))
     phases = _phases(state, passing, extra, stage, setup.accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
     if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
@@ -202,15 +191,7 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
         phases["validation"] = {**phases["loss"], "validation": of_pass}
         for name in ("activations", "logits and loss"):
             del phases["validation"][name]
-    return MemoryNeed(
-        phases=phases,
-        num_gpus=setup.world_size,
-        host=host,
-        nvme=state.nvme,
-        pinned=pinned,
-        state=state,
-        optimizer_states=optimizer.name,
-    )
+    return MemoryNeed(phases, setup.world_size, host, state.nvme, pinned, state, optimizer.name)
 
 
 def skips_last_product(setup: Setup) -> bool:

@@ -144,12 +144,8 @@ class ModelState:
 def state_of(setup: Setup) -> ModelState:
     """Return the model state of the fullest rank, with the recipe's optimizer."""
     optimizer, sixteen_bit = optimizer_states(setup.recipe), setup.precision.weights == SIXTEEN_BIT
-    states = [
-        model_state(
-            family, setup.ds_config, sixteen_bit, setup.accumulation, optimizer, setup.wide_of(family)
-        )
-        for family in setup.families
-    ]
+    held = setup.ds_config, sixteen_bit, setup.accumulation, optimizer
+    states = [model_state(family, *held, setup.wide_of(family)) for family in setup.families]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
 
