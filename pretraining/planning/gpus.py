@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import re
 import socket
@@ -11,14 +10,15 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from pretraining.errors import UserError
+from pretraining.outside.files import TEXT, object_of
 from pretraining.planning.constants import table
 from pretraining.planning.quantities import dollars, num_bytes, three_digits
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import utc_now
 from pretraining.runtime.table import Column, facts, write_table
+from pretraining.schema import fits
 
 FILE = "pretraining/planning/tables/gpus.json"
 FOLDER_VARIABLE = "PRETRAINING_DOCTOR_FOLDER"
@@ -28,6 +28,8 @@ RATES = {
     "product_flops": "a GPU reaches in large 16-bit products, in FLOPs per second",
 }
 """Rates that may be kept: name -> meaning."""
+# plans print all three; below 1 a second, and not finite, is no measurement
+RATE = object_of({"value": {"type": "number", "minimum": 1, "maximum": 1e300}, "where": TEXT, "date": TEXT})
 TABLE_NOTE = """
 Peaks are dense TFLOPS; links are per GPU and direction. From pretraining/planning/tables/, which you may edit."""
 
@@ -148,18 +150,9 @@ def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: i
 def kept_rates(gpu: str | None, num_gpus: int) -> dict[str, dict]:
     """Return {"value", "where", "date"} of each rate that was measured on this host beside these GPUs."""
     entries = _read_rates(_rates_file()).get(_machine(gpu, num_gpus))
-
-    def is_rate(entry: Any) -> bool:
-        if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
-            return False
-        # plans print both
-        words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
-        # below 1 a second, and not finite, is no measurement
-        return words and 1 <= entry["value"] < math.inf
-
     # the file may be damaged or edited: whatever is no rate is left out
     entries = entries if isinstance(entries, dict) else {}
-    return {name: entries[name] for name in RATES if is_rate(entries.get(name))}
+    return {name: entries[name] for name in RATES if name in entries and fits(entries[name], RATE)}
 
 
 def _machine(gpu: str | None, num_gpus: int) -> str:

@@ -5,7 +5,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
@@ -128,36 +127,16 @@ class MemoryNeed:
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
-class HeldByRank(NamedTuple):
-    """What the fullest rank holds of a model between the passes of a step, however many layers are recomputed."""
-
-    state: ModelState
-    host: dict[str, float]
-    pinned: float
-    """Part of the host memory that offloading pins before the first step."""
-
-
-def held_by_rank(setup: Setup) -> HeldByRank:
-    state, optimizer = state_of(setup), optimizer_states(setup.recipe)
-    pinned, config, width = [], setup.ds_config, setup.precision.weights
-    for family in setup.families:
-        pinned += pinned_by_offload(config, family.ranks, width, optimizer.in_groups(family.trained))
-    host = _host_memory(setup, state)
-    if rounding := sum(pinned_bytes(size) - size for size in pinned):
-        host["rounding of pinned buffers"] = rounding
-    return HeldByRank(state, host, sum(map(pinned_bytes, pinned)))
-
-
-def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank | None = None) -> MemoryNeed:
+def memory_need(setup: Setup, gpu_memory: float | None = None, alike: MemoryNeed | None = None) -> MemoryNeed:
     """Return the memory that a recipe needs on so many GPUs; `UserError` if they do not divide the step.
 
     Args:
         gpu_memory: bytes of one GPU; the loss takes more on a larger one. None: a processor trains, or it is not known.
-        held: `held_by_rank` of the same, if it is known.
+        alike: the need if another number of layers is recomputed, which changes nothing of what a rank holds.
     """
     recipe, stage, degrees = setup.recipe, setup.stage, setup.degrees
-    state, host, pinned = held or held_by_rank(setup)
     optimizer, extra = optimizer_states(recipe), buffers(setup)
+    state, host, pinned = (alike.state, alike.host, alike.pinned) if alike else _held_by_rank(setup)
     of_layers = Counter()
     for tensor in setup.wide:
         if tensor.layer is not None:
@@ -192,6 +171,18 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
         for name in ("activations", "logits and loss"):
             del phases["validation"][name]
     return MemoryNeed(phases, setup.world_size, host, state.nvme, pinned, state, optimizer.name)
+
+
+def _held_by_rank(setup: Setup) -> tuple[ModelState, dict[str, float], float]:
+    """Return what the fullest rank holds between the passes of a step: its state, its host memory, what is pinned."""
+    state, optimizer = state_of(setup), optimizer_states(setup.recipe)
+    pinned, config, width = [], setup.ds_config, setup.precision.weights
+    for family in setup.families:
+        pinned += pinned_by_offload(config, family.ranks, width, optimizer.in_groups(family.trained))
+    host = _host_memory(setup, state)
+    if rounding := sum(pinned_bytes(size) - size for size in pinned):
+        host["rounding of pinned buffers"] = rounding
+    return state, host, sum(map(pinned_bytes, pinned))
 
 
 def skips_last_product(setup: Setup) -> bool:
@@ -311,8 +302,8 @@ def shrink(need: MemoryNeed, setup: Setup) -> str:
         # activations, logits and the loss all grow with the micro-batch
         smaller = f"--set training.per_device_train_batch_size={setup.recipe.micro_batch // 2}"
         return f"a smaller micro-batch ({smaller})"
-    shorter = part == "activations"
-    return "a shorter data.sequence_length" if shorter else "a smaller vocabulary or sequence length"
+    smaller = "a smaller vocabulary or sequence length"
+    return "a shorter data.sequence_length" if part == "activations" else smaller
 
 
 class MemoryVerb:
