@@ -193,13 +193,9 @@ class Examination:
         self._gathered("leaving the process group", leave_ranks)
 
     def _layers(self) -> list[Finding]:
-        seconds = min(LAYERS_SECONDS, self._left())
-
-        def work() -> list[dict]:
-            found = examine_layers(self.recipe, self.launch.ds_config, self.size, seconds, self._say)
-            return [asdict(finding) for finding in found]
-
-        found = self.call.values("the recipe's layers", work, max(1.0, self._left()))
+        seconds, name = min(LAYERS_SECONDS, self._left()), "the recipe's layers"
+        examine = partial(examine_layers, self.recipe, self.launch.ds_config, self.size, seconds, self._say)
+        found = self.call.values(name, lambda: list(map(asdict, examine())), max(1.0, self._left()))
         return [Finding(**fields) for fields in found[0]]
 
     def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
@@ -340,11 +336,9 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
         values = {"pairs": len(met), "round_trip_seconds": max(met)}
         what = f"{several(len(met), 'pair')} of ranks on {several(len(call.nodes), 'node')} met; "
         what += f"a byte there and back took at most {duration(max(met))}"
-        verdict, remedy = FINE, ""
-        if left_out:
-            what += f"; {several(left_out, 'round')} of pairs left out, the time was over"
-            verdict, remedy = COSTS, "meetings are slow here: see the remedies of other lines"
-        findings.append(Finding(PAIRS, verdict, what, remedy, values=values))
+        remedy = "meetings are slow here: see the remedies of other lines" if left_out else ""
+        what += f"; {several(left_out, 'round')} of pairs left out, the time was over" if left_out else ""
+        findings.append(Finding(PAIRS, COSTS if left_out else FINE, what, remedy, values=values))
     return findings
 
 

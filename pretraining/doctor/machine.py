@@ -69,12 +69,11 @@ def _memory(launch: Launch) -> Iterator[Finding]:
     # More than there is at all is refused by the plan; here it would fit if others did not hold a part of it.
     need, on_gpus = launch.need, launch.trains_on_gpus
     needed = launch.ranks_here * (need.host_counted if on_gpus else need.on_processor) if need else 0
+    remedy = ""
     if free < needed <= total:
         what += f": {several(launch.ranks_here, 'rank')} here need {num_bytes(needed)}"
         remedy = "end other processes: the kernel would end one of the ranks"
-        yield Finding("host memory", COSTS, what, remedy)
-    else:
-        yield Finding("host memory", FINE, what)
+    yield Finding("host memory", COSTS if remedy else FINE, what, remedy)
     swapped = (host.kernel_bytes("SwapTotal") or 0) - (host.kernel_bytes("SwapFree") or 0)
     if swapped >= SWAPPED_BYTES:
         what = f"{num_bytes(swapped)} of memory are swapped out: what a rank has there, all ranks wait for"
@@ -261,8 +260,7 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
 def check_filesystem(folder: Path) -> Finding:
     """Report its kind, and whether it has the operations that a committed checkpoint relies on."""
     mount, kind = filesystem_of(folder)
-    missing = missing_operations(folder)
-    if missing:
+    if missing := missing_operations(folder):
         remedy = "give --output_dir another disk: a checkpoint could be lost or loaded by halves here"
         return Finding("filesystem", BREAKS, f"{kind} at {mount} has no {', '.join(missing)}", remedy)
     if kind in VANISHING:
@@ -347,8 +345,7 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
         return  # the interpreter's own library is small, whatever the budget
     what = f"{num_bytes(needed)} of token shards if each token is read once, "
     what += f"{num_bytes(free)} free at {folder}"
-    if needed <= free:
-        yield Finding("data folder", FINE, what)
-    else:
-        remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
-        yield Finding("data folder", COSTS, what, remedy)
+    remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
+    yield (
+        Finding("data folder", FINE, what) if needed <= free else Finding("data folder", COSTS, what, remedy)
+    )

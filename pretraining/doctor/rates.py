@@ -304,15 +304,14 @@ def judge_products(
     values = {kept: median, f"slowest_{kept}": slowest}
     what = f"{precision} products, {tokens:,} tokens from {width:,} to {inner:,} and back, and the gradient of a weight"
     what += f": {three_digits(median / 1e12)} TFLOP/s a rank (median)"
-    verdict, remedy = FINE, ""
+    remedy = ""
     if gpu is not None and precision in gpu.dense_peak_flops:
         share = median / gpu.peak_flops(precision)
         values["share_of_peak"] = share
         what += f", {share:.0%} of {gpu.name}'s dense peak"
         if share < HALF_OF_THE_PEAK and width >= WIDE:
-            verdict = COSTS
             remedy = "look for other processes, the power limit and heat: nvidia-smi -q -d PERFORMANCE"
-    findings = [Finding("products", verdict, what, remedy, values=values)]
+    findings = [Finding("products", COSTS if remedy else FINE, what, remedy, values=values)]
     for rank in slow_ranks(rates, SLOW_RANK if on_gpu else SLOW_PROCESSOR):
         rate, state = rates[rank], found[rank]["state"]
         what = f"{three_digits(rate / 1e12)} TFLOP/s, {1 - rate / median:.0%} below the median"

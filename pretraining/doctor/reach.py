@@ -47,7 +47,6 @@ HUB = "https://huggingface.co"
 SKEWED_SECONDS = 60
 """From here on times in events.jsonl and in a tracker are wrong; from REFUSED_SECONDS on S3 refuses requests."""
 REFUSED_SECONDS = 900
-PREPARE_ELSEWHERE = "prepare the data on another machine and copy it into --data_dir"
 Question = tuple[str, str]
 """(name of a check, what is to be reached); the same question is asked only once."""
 
@@ -286,7 +285,7 @@ def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError
 
 def check_clock(date: str | None) -> Finding | None:
     """Compare this clock with the date of a server's answer; None if it is right, or the server does not say."""
-    parsed = parsedate(date) if date else None
+    parsed = parsedate(date)
     ahead = time.time() - calendar.timegm(parsed) if parsed else 0.0
     if abs(ahead) < SKEWED_SECONDS:
         return None
@@ -342,5 +341,5 @@ def _offline_remedy(check: str) -> str:
     """Say what to do if the hub or a store does not answer."""
     ways = "export HF_ENDPOINT=ADDRESS of a mirror, or https_proxy=ADDRESS"
     if check in ("data", "tokenizer"):
-        return f"{ways}, or {PREPARE_ELSEWHERE}"
+        return f"{ways}, or prepare the data on another machine and copy it into --data_dir"
     return f"{ways}, or fetch it elsewhere and export HF_HOME=FOLDER HF_HUB_OFFLINE=1"

@@ -269,13 +269,11 @@ def manifest_of(data_dir: Path | str, name: str) -> str | None:
         return data_dir  # an address is the same for every node
     folder = Path(data_dir) / name
     files = sorted(folder.glob("*.json"))
-    if not files:
-        return None
     digest = hashlib.blake2b(digest_size=8)
     # The manifests hold every shard's checksum: equal manifests are equal data.
     for path in files:
         digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+    return digest.hexdigest() if files else None
 
 
 def judge_data(where: tuple[Path | str, str], call: RollCall, digests: list[str | None]) -> list[Finding]:
@@ -312,12 +310,11 @@ def measure_disk(
     values = {"all_ranks_write_bytes_per_second": writes, "all_ranks_read_bytes_per_second": reads}
     message = f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read "
     message += f"{num_bytes(reads)}/s"
-    if checkpoint_bytes is None:
-        return [Finding(check, FINE, message, values=values)]
-    saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
-    message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
-    if saving <= SAVE_SECONDS:
-        return [Finding(check, FINE, message, values=values)]
-    remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
-    remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
-    return [Finding(check, COSTS, message, remedy, values=values)]
+    remedy = ""
+    if checkpoint_bytes is not None:
+        saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
+        message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
+        if saving > SAVE_SECONDS:
+            remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
+            remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
+    return [Finding(check, COSTS if remedy else FINE, message, remedy, values=values)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,13 +103,8 @@ class Done:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
 
-class Asked(NamedTuple):
-    """What is rehearsed, with the plan on its machine and the options of train.py."""
-
-    recipe: Recipe
-    plan: RunPlan
-    data: PreparedData
-    options: argparse.Namespace
+Asked = tuple[Recipe, RunPlan, PreparedData, argparse.Namespace]
+"""What is rehearsed, with the plan on its machine, the data and the options of train.py."""
 
 
 def start_as(place: RankPlace, attempt: Callable[[Job], bool], asked: Asked, run: RunFolder) -> Done:

@@ -368,7 +368,7 @@ def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable) -> No
         os.dup2(file.fileno(), 2)
     answer: dict = {"rank": place.rank, "node": place.node, "local_rank": place.local_rank, "fault": None}
     run, recipe = RunFolder(folder / f"run-{place.rank}"), rehearsal.recipe
-    asked = rehearsed.Asked(recipe, rehearsal.plan, rehearsal.data, rehearsal.options)
+    asked = recipe, rehearsal.plan, rehearsal.data, rehearsal.options
     try:
         starts = [rehearsed.start_as(place, attempt, asked, run) for _ in range(2)]
         ranks_per_sample = rehearsal.setup.degrees.ranks_per_sample
