@@ -18,13 +18,7 @@ from pretraining.planning.quantities import (
     share,
     short,
 )
-from pretraining.planning.run_plan import (
-    RunPlan,
-    build_run_plan,
-    checkpoints_written,
-    save_every,
-    token_bytes,
-)
+from pretraining.planning.run_plan import RunPlan, build_run_plan, checkpoints_written, save_every
 from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, setup_of
 from pretraining.planning.throughput import (
     ESTIMATED,
@@ -292,7 +286,7 @@ def forecast(
             seconds=seconds,
             time=time,
             # loaders read token shards: 2 or 4 bytes a token
-            loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
+            loader_bytes_per_second=rate * plan.data_bytes / plan.unique_tokens,
             checkpoints=cost_of_checkpoints(plan, seconds, gpu),
             disk=plan.disk,
         )

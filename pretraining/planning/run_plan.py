@@ -222,22 +222,16 @@ def build_run_plan(setup: Setup) -> RunPlan:
         weights_kept=written - kept if rule.demote_to_weights else 0,
         export_bytes=width * size.total + (FP32 - width) * sum(tensor.numel for tensor in setup.wide),
         unique_tokens=unique,
-        data_bytes=unique * token_bytes(recipe.model.vocab_size),
+        # of a token in its shard
+        data_bytes=unique * (2 if recipe.model.vocab_size <= 2**16 else 4),
     )
-
-
-def token_bytes(vocab_size: int) -> int:
-    """Return the bytes of one token in its shard: 2 up to 65,536 ids, else 4."""
-    return 2 if vocab_size <= 2**16 else 4
 
 
 def save_every(recipe: Recipe) -> int | None:
     """Return the steps from one checkpoint to the next; the whole run without `steps`, None if none is saved."""
     strategy, every = recipe.training.save_strategy, recipe.training.save_steps
-    if strategy == "no":
-        return None
     if strategy != "steps":
-        return max(1, recipe.num_steps)
+        return None if strategy == "no" else max(1, recipe.num_steps)
     # TrainingArguments accept a share of all steps, below 1, as well
     return max(1, round(every * recipe.num_steps)) if every < 1 else int(every)
 
