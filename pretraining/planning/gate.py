@@ -111,10 +111,10 @@ def _memory(case: _Case) -> Objection | None:
         what += f", this machine has {num_bytes(there)} of memory"
         # without a GPU, so that no speed decides: the table has none for processors
         fit = nearest_fit(case.setup, lambda need: ranks * need.on_processor <= there)
-        if fit is None:
-            remedy = "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
-            return Objection(what, remedy)
-        return Objection(what, f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}")
+        remedy = "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
+        if fit is not None:
+            remedy = f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}"
+        return Objection(what, remedy)
     if case.limit is None or case.need.total <= case.limit:
         return None
     part, ranks = case.need.largest, case.setup.world_size
@@ -208,7 +208,7 @@ def _placement(case: _Case) -> Objection | None:
 def _links(case: _Case) -> Objection | None:
     """Warn about messages that take longer than the products, if other micro-batches or recomputation are faster."""
     gpu, time = case.machine.gpu, case.step
-    if gpu is None or time is None or case.limit is None:
+    if time is None or case.limit is None:
         return None
     if time.bound_by != "links" or case.need.total > case.limit:
         return None
@@ -287,9 +287,7 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
         what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}"
         what = f"{what}, the run has {several(steps, 'step')}"
         yield Objection(what, f"--set training.save_steps={max(1, steps // 10)}")
-    if gpu is None or case.step is None:
-        return
-    saved = cost_of_checkpoints(case.plan, case.step.seconds, gpu)
+    saved = cost_of_checkpoints(case.plan, case.step.seconds, gpu) if case.step else None
     if saved is None or saved.written < MANY_CHECKPOINTS:
         return
     best = saved.best_every_seconds
@@ -318,12 +316,10 @@ def _borders(case: _Case) -> Objection | None:
         if (width := model.get(key)) and width % GROUPED:
             return Objection(f"model.{key} {width} leaves experts' rows {stops}", remedy)
     stage = case.setup.stage
-    if stage not in (1, 2):
-        return None
     # norms and biases, which do not decay, have a buffer of their own
     flat = (each for each in parameter_tensors(model) if each.part != "norms")
     odd = next((each for each in flat if each.numel % GROUPED and not each.name.endswith("bias")), None)
-    if odd is None:
+    if odd is None or stage not in (1, 2):
         return None
     what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{stage} the experts"
     return Objection(f"{what} behind it begin {stops}", f"--deepspeed zero3; or {remedy}")

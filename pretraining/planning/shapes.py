@@ -141,12 +141,9 @@ def widths_of(model: dict) -> Widths:
         inner = inner or 4 * hidden
         layers = full["n_layer"]
         return Widths(hidden, heads, heads, hidden // heads, inner, layers, expert_inner=inner, gated=False)
-    grouped = {
-        "hidden": hidden,
-        "heads": heads,
-        "key_value_heads": _whole(value_of(full, "num_key_value_heads")) or heads,
-        "head_size": _whole(value_of(full, "head_dim")) or hidden // heads,
-    }
+    grouped = {"hidden": hidden, "heads": heads}
+    grouped["key_value_heads"] = _whole(value_of(full, "num_key_value_heads")) or heads
+    grouped["head_size"] = _whole(value_of(full, "head_dim")) or hidden // heads
     if is_exact(model):
         # Mixtral's key, else Qwen3-MoE's
         experts = full.get("num_local_experts") or full.get("num_experts") or 0

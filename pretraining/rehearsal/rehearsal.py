@@ -242,9 +242,8 @@ class Rehearsal:
             if isinstance(name := self.recipe.data.tokenizer, str):
                 refuse_missing_folder(name)
             data = stand_in_data(self.recipe, Path(f"stand-in-{self.recipe.data.name}")).for_run(self.recipe)
-        shards = [shard for split in data.manifest["splits"].values() for shard in split["shards"]]
-        tokens = data.train.num_tokens
-        found = f"{data.manifest['name']}: {tokens:,} tokens in {several(len(shards), 'shard')}"
+        number = sum(len(split["shards"]) for split in data.manifest["splits"].values())
+        found = f"{data.manifest['name']}: {data.train.num_tokens:,} tokens in {several(number, 'shard')}"
         self.data = data
         if isinstance(data, StandInData):
             return f"{found}, none of which exists"
@@ -255,10 +254,8 @@ class Rehearsal:
                 name = f"{split.name}/{shard['file']}"
                 size = sizes.get(shard["file"]) or split.remote.store.size(name)
                 if size not in (None, shard["size"]):
-                    raise UserError(
-                        f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes; "
-                        "copy the data there again"
-                    )
+                    what = f"shard is {size:,} bytes, expected {shard['size']:,} bytes; copy the data there again"
+                    raise UserError(f"{split.folder}/{shard['file']}: {what}")
         fingerprint = data.manifest["tokenizer"]["fingerprint"]
         return f"{found}, all there; its tokenizer is {fingerprint}, of {len(data.tokenizer):,} tokens"
 
@@ -285,13 +282,11 @@ class Rehearsal:
             project, prometheus = self.recipe.training.get("project"), self.recipe.monitors.prometheus
             build_trackers(named, self.run, self.recipe.name, project, prometheus)
         if self.nodes > 1 and not self.is_elsewhere and (name := loopback_name()):
-            what = f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
-            part.notes.append(what)
+            what = "leads to a loopback address: nodes like it cannot meet"
+            part.notes.append(f"{name}, the name of this host, {what}")
         if port := os.environ.get("MASTER_PORT"):
             try:
-                with socket.socket() as listener:
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    listener.bind(("", int(port)))
+                socket.create_server(("", int(port))).close()
             except (OSError, ValueError, OverflowError):
                 what = "is taken on this host, or is no port; choose another"
                 raise UserError(f"MASTER_PORT={port} {what}") from None
@@ -300,11 +295,10 @@ class Rehearsal:
 
     def _ranks(self, attempt: Callable[..., bool], part: RehearsedPart) -> str:
         need = memory_need(self.setup)
-        if need.state and need.state.host > MOST_HOST_BYTES:
-            raise UserError(
-                f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory, and so would a "
-                "rehearsal; rehearse the same recipe without offload, or on more ranks"
-            )
+        if need.state.host > MOST_HOST_BYTES:
+            what = f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory"
+            remedy = "rehearse the same recipe without offload, or on more ranks"
+            raise UserError(f"{what}, and so would a rehearsal; {remedy}")
         ranks = rehearsed_ranks(self.world_size)
         # forked: a rank begins with what this process has imported
         context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
@@ -339,9 +333,8 @@ class Rehearsal:
         """Read what a rank has left, and print it."""
         path, log = (folder / f"{place.rank}{suffix}" for suffix in (".json", ".log"))
         killed = f"rank {place.rank}: its process was killed, perhaps for its memory; its output is {log}"
-        answer: dict = {"rank": place.rank, "fault": killed, "log": str(log)}
-        if path.exists():
-            answer = json.loads(path.read_text())
+        nothing = {"rank": place.rank, "fault": killed, "log": str(log)}
+        answer = json.loads(path.read_text()) if path.exists() else nothing
         self.ranks.append(answer)
         if answer["fault"]:
             return
