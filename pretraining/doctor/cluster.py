@@ -288,8 +288,7 @@ def bound_address() -> dict:
     outward = ""
     # To connect a UDP socket sends nothing; it only chooses the address on the way. 9 is the port "discard".
     with suppress(OSError, KeyError):
-        found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, rank_0 = found[0]
+        family, kind, *_, rank_0 = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(rank_0)
             outward = interfaces.get(probe.getsockname()[0], "")

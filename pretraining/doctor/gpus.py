@@ -194,8 +194,7 @@ def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
         public = (torch.version or "").partition("+")[0]
         remedy = f"pip install --force-reinstall torch=={public}, without an index of builds for processors"
         yield Finding("torch build", BREAKS, f"{what}: the processor would train", remedy)
-    needs = cuda_needs(torch.cuda)
-    if needs is None:
+    if (needs := cuda_needs(torch.cuda)) is None:
         return
     least, wanted = needs["least_driver"], int(torch.cuda.partition(".")[0])
     branch = _number((gpus.driver or "").partition(".")[0])
@@ -210,8 +209,7 @@ def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
         remedy += "or install a build of torch for the CUDA that it has"
         yield Finding("driver", BREAKS, what, remedy)
     # 99: a capability that is not known counts as new enough
-    old = [gpu for gpu in gpus.found if (gpu.capability or 99) < needs["least_capability"]]
-    if old:
+    if old := [gpu for gpu in gpus.found if (gpu.capability or 99) < needs["least_capability"]]:
         what = f"{_which(old)}: compute capability {old[0].capability}, but CUDA {torch.cuda} begins at "
         remedy = f"install a build of torch for CUDA {wanted - 1}, or take newer GPUs"
         yield Finding("compute capability", BREAKS, f"{what}{needs['least_capability']}", remedy)
@@ -288,6 +286,5 @@ def _which(gpus: list[GpuFound]) -> str:
     indices = [gpu.index for gpu in gpus]
     if len(indices) == 1:
         return f"GPU {indices[0]}"
-    first, last = int(indices[0]), int(indices[-1])
-    in_a_row = indices == [str(index) for index in range(first, last + 1)]
-    return f"GPUs {f'{first}-{last}' if in_a_row else ', '.join(indices)}"
+    in_a_row = indices == [str(index) for index in range(int(indices[0]), int(indices[-1]) + 1)]
+    return f"GPUs {f'{indices[0]}-{indices[-1]}' if in_a_row else ', '.join(indices)}"

@@ -268,13 +268,13 @@ def rounds_within(seconds: float, multiply: Callable[[], None], on_gpu: bool) ->
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    best = float("inf")
+    seconds = []
     for _ in range(4):
         began = now_of_device()
         # non_blocking has an effect with pinned memory only
         target.copy_(source, non_blocking=True)
-        best = min(best, now_of_device() - began)
-    return source.numel() / best
+        seconds.append(now_of_device() - began)
+    return source.numel() / min(seconds)
 
 
 def state_in_words(state: dict) -> str:

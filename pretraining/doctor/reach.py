@@ -172,12 +172,10 @@ def questions_of(launch: Launch) -> dict[Question, Callable[[], Finding]]:
         for _, source in recipe.data.text_origins:
             subject, ask = _of_source(source)
             questions["data", subject] = ask
-        tokenizer = recipe.data.tokenizer
-        if isinstance(tokenizer, str):
+        if isinstance(tokenizer := recipe.data.tokenizer, str):
             questions["tokenizer", tokenizer] = partial(_tokenizer, tokenizer)
     # Needed by the run itself, prepared data or not.
-    scored = recipe.evaluation.hellaswag
-    if scored and not Path(scored).is_file():
+    if (scored := recipe.evaluation.hellaswag) and not Path(scored).is_file():
         questions["evaluation", scored] = partial(_repository, "evaluation", "dataset", scored)
     if address := recipe.checkpoints.upload:
         questions["upload", address] = partial(_upload, address)
@@ -199,9 +197,8 @@ def _of_source(source: TextOrigin) -> tuple[str, Callable[[], Finding]]:
         return repository, partial(_repository, "data", kind, repository)
 
     def count_files() -> Finding:  # of this machine, or of a store that fsspec reaches
-        if path is None:
-            return Finding("data", FINE, f"{name or source.called}: on this machine")
-        return Finding("data", FINE, f"{path}: {len(list_files(path)):,} files")
+        here = f"{name or source.called}: on this machine"
+        return Finding("data", FINE, f"{path}: {len(list_files(path)):,} files" if path is not None else here)
 
     return name or path or source.called, count_files
 
@@ -252,14 +249,13 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     # what `HfApi.auth_check` asks, within a time of our own
     question = Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers)
     try:
-        answer = urlopen(question, timeout=SECONDS)
+        with urlopen(question, timeout=SECONDS) as answer:
+            skewed = check_clock(answer.headers.get("date"))
     except HTTPError as error:
         return _refused(check, name, page, bool(token), error)
     except (OSError, HTTPException) as error:
         what = f"{name}: {endpoint} cannot be reached ({_reason(error)})"
         return Finding(check, BREAKS, what, _offline_remedy(check))
-    with answer:
-        skewed = check_clock(answer.headers.get("date"))
     return skewed or Finding(check, FINE, f"{name}: {endpoint} lets us read it")
 
 

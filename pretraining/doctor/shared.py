@@ -152,8 +152,6 @@ def ask_for_the_time(call: RollCall) -> dict | None:
 def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
     """Make one finding for each clock that is certainly wrong; one for all clocks if none is."""
     measured = {rank: each for rank, each in enumerate(found) if each is not None}
-    if not measured:
-        return []
     findings = []
     for rank, each in measured.items():
         ahead, bound = each["ahead_seconds"], each["bound_seconds"]
@@ -163,7 +161,7 @@ def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
             remedy = "set the clocks (chrony, ntpd): times of events, "
             remedy += "checkpoints and logs would not fit together"
             findings.append(Finding("clocks", COSTS, message, remedy, str(call.ranks[rank]), each))
-    if findings:
+    if findings or not measured:
         return findings
     most = max(measured.values(), key=lambda each: abs(each["ahead_seconds"]))
     apart, bound = abs(most["ahead_seconds"]), most["bound_seconds"]

@@ -300,7 +300,6 @@ def forecast(
         num_gpus=num_gpus,
         precision=precision,
         utilization=used,
-        # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
         expected=expected,
         tokens_per_second=rate,
@@ -448,11 +447,10 @@ def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
     """Write what is assumed about several nodes; nothing for one node."""
     if scaling is None:
         return []
-    # the text after the number of nodes is `throughput.scaling_over_nodes`'s
     return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
 
 
 def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
-    names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
-    parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
+    names = {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
+    parts = ", ".join(f"{num_bytes(size)} for {names.get(name, name)}" for name, size in disk.items())
     return f"{num_bytes(sum(disk.values()))}: {parts}"

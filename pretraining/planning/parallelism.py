@@ -182,9 +182,9 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     # (p - 1) / m (Narayanan et al. 2021, section 2.2)
     bubble = (pipeline - 1) / microbatches
     counted = flops_per_token(size, cluster.sequence_length)
-    per_token = counted.hardware if recompute else counted.training
     # seconds without bubbles and messages
-    ideal = per_token * cluster.sequences * cluster.sequence_length
+    ideal = counted.hardware if recompute else counted.training
+    ideal *= cluster.sequences * cluster.sequence_length
     ideal /= cluster.num_gpus * (gpu.peak_flops(gpu.training_precision) * cluster.kernel_efficiency)
     # the bubble counts as extra passes, in messages as in products
     passes = microbatches * (1 + bubble)
@@ -205,13 +205,15 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
         inside = gpu.link_bytes_per_second
         return inside if group <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
 
-    compute_seconds = ideal * (1 + bubble)
-    # tensor ranks are neighbours inside a node (`_divisions`)
-    tensor_seconds = passes * layers * tensor_bytes / gpu.link_bytes_per_second
-    context_seconds = passes * layers * context_bytes / link(tensor * context)
-    # stages are the outermost dimension: with several nodes, some neighbours are in different ones
-    pipeline_seconds = passes * pipeline_bytes / link(cluster.num_gpus)
-    data_seconds = data_bytes / link(shards * tensor)
+    seconds = {
+        "compute_seconds": ideal * (1 + bubble),
+        # tensor ranks are neighbours inside a node (`_divisions`)
+        "tensor_seconds": passes * layers * tensor_bytes / gpu.link_bytes_per_second,
+        "context_seconds": passes * layers * context_bytes / link(tensor * context),
+        # stages are the outermost dimension: with several nodes, some neighbours are in different ones
+        "pipeline_seconds": passes * pipeline_bytes / link(cluster.num_gpus),
+        "data_seconds": data_bytes / link(shards * tensor),
+    }
     return ParallelLayout(
         **asdict(division),
         microbatches=microbatches,
@@ -219,12 +221,8 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
         layers_per_stage=layers,
         bubble=bubble,
         memory=memory,
-        compute_seconds=compute_seconds,
-        tensor_seconds=tensor_seconds,
-        context_seconds=context_seconds,
-        pipeline_seconds=pipeline_seconds,
-        data_seconds=data_seconds,
-        step_seconds=compute_seconds + (tensor_seconds + context_seconds + pipeline_seconds + data_seconds),
+        **seconds,
+        step_seconds=sum(seconds.values()),
     )
 
 
@@ -326,8 +324,9 @@ class ParallelismVerb:
         if answer["megatron"]:
             return " \\\n    ".join(answer["megatron"])
         rows = [{"row": number, **layout} for number, layout in enumerate(answer["layouts"], 1)]
-        cluster = f"{answer['world_size']:,} x {answer['gpu']}"
-        title = f"{answer['name']} on {cluster}: {answer['fitting']} layouts fit"
+        title = (
+            f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {answer['fitting']} layouts fit"
+        )
         note = NOTE.format(efficiency=f"{answer['kernel_efficiency']:.0%}")
         return f"{title}\n\n{write_table(COLUMNS, rows, left=0)}\n{note}"
 

@@ -176,15 +176,9 @@ class RunPlan:
         values = asdict(replace(self, setup=None, machine=None, verdict=None))
         for name in ("setup", "machine", "verdict"):  # they have files and events of their own
             del values[name]
-        return {
-            **values,
-            "parameters": self.parameters,
-            "tokens_per_parameter": self.tokens_per_parameter,
-            "model_state": self.model_state.to_dict(),
-            "checkpoint_disk_bytes": self.checkpoint_disk_bytes,
-            "disk": self.disk,
-            "disk_bytes": self.disk_bytes,
-        }
+        derived = ("parameters", "tokens_per_parameter", "checkpoint_disk_bytes", "disk", "disk_bytes")
+        values |= {name: getattr(self, name) for name in derived}
+        return values | {"model_state": self.model_state.to_dict()}
 
 
 def build_run_plan(setup: Setup) -> RunPlan:

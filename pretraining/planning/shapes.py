@@ -343,7 +343,6 @@ def numel_by_part(tensors: Sequence[Tensor]) -> Counter[str]:
 def layer_numel(tensors: Sequence[Tensor]) -> int:
     """Return the elements of the largest layer."""
     sizes: Counter[int] = Counter()
-    for tensor in tensors:
-        if tensor.layer is not None:
-            sizes[tensor.layer] += tensor.numel
+    for tensor in (each for each in tensors if each.layer is not None):
+        sizes[tensor.layer] += tensor.numel
     return max(sizes.values())

@@ -138,9 +138,8 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, alike: MemoryNeed
     optimizer, extra = optimizer_states(recipe), buffers(setup)
     state, host, pinned = (alike.state, alike.host, alike.pinned) if alike else _held_by_rank(setup)
     of_layers = Counter()
-    for tensor in setup.wide:
-        if tensor.layer is not None:
-            of_layers[tensor.layer] += tensor.factors
+    for tensor in (each for each in setup.wide if each.layer is not None):
+        of_layers[tensor.layer] += tensor.factors
     passing = activations(
         Pass(
             recipe.model,
@@ -364,8 +363,8 @@ class MemoryVerb:
 
 def host_words(parts: dict) -> str:
     """Write what host memory is for; what the process itself takes is assumed, not counted."""
-    names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
-    words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
+    names = {PROCESS: "assumed for the process"}
+    words = {name: f"{num_bytes(size)} {names.get(name, name)}" for name, size in parts.items()}
     if BUILT in parts and SNAPSHOT in parts:
         # the two are never held at once (`MemoryNeed.host_bytes`)
         words[SNAPSHOT] = f"later {words[SNAPSHOT]}"

@@ -325,11 +325,8 @@ def checkpoint_bytes(
     return trained + width * _numel(frozen)
 
 
-REDUCE_BUCKET = 500_000_000
-MAX_REUSE_DISTANCE = 1_000_000_000
-PREFETCH_BUCKET = 50_000_000
-MAX_LIVE_PARAMETERS = 1_000_000_000
-SUB_GROUP = 1_000_000_000
+REDUCE_BUCKET, PREFETCH_BUCKET = 500_000_000, 50_000_000
+MAX_REUSE_DISTANCE = MAX_LIVE_PARAMETERS = SUB_GROUP = 1_000_000_000
 """Elements: DeepSpeed 0.19.8's defaults (runtime/zero/config.py)."""
 
 
