@@ -345,10 +345,9 @@ def pair_remedy(errors: list[str]) -> str:
     said, interface = " ".join(errors), bound_address()["interface"] or "eth0"
     if "nccl " in said:
         # By the commonest cause first: each is tried alone, and left out again if it does not help.
-        return (
-            f"export NCCL_DEBUG=INFO says why; try export NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without "
-            "InfiniBand), and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
-        )
+        ways = f"NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without InfiniBand)"
+        ways += ", and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
+        return f"export NCCL_DEBUG=INFO says why; try export {ways}"
     names = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     return f"open all TCP ports between the two (firewall, security group), or name the network's interface: {names}"
 

@@ -340,6 +340,5 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
     what = f"{num_bytes(needed)} of token shards if each token is read once, "
     what += f"{num_bytes(free)} free at {folder}"
     remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
-    yield (
-        Finding("data folder", FINE, what) if needed <= free else Finding("data folder", COSTS, what, remedy)
-    )
+    is_fine = needed <= free
+    yield Finding("data folder", FINE if is_fine else COSTS, what, "" if is_fine else remedy)

@@ -154,11 +154,8 @@ def judge_messages(
     # The largest message shows the link, the smallest the way to it.
     rate, answer = rates[largest], slowest[smallest]
     name = kind.replace("-", "_")
-    values = {
-        f"{name}_bytes_per_second": rate,
-        f"{name}_seconds_of_smallest": answer,
-        f"{name}_bytes_per_second_by_size": {str(size): value for size, value in rates.items()},
-    }
+    values = {f"{name}_bytes_per_second": rate, f"{name}_seconds_of_smallest": answer}
+    values[f"{name}_bytes_per_second_by_size"] = {str(size): value for size, value in rates.items()}
     what = f"{several(call.size, 'rank')}: {num_bytes(rate)}/s of bus bandwidth at {num_bytes(largest)}"
     remedies = []
     if gpu is not None:

@@ -184,11 +184,8 @@ def _placement(case: _Case) -> Objection | None:
     node = case.machine.ranks_per_host if case.machine.ranks_per_host > 1 else gpu.gpus_per_node
     gpu = replace(gpu, gpus_per_node=node)
     # the ranks of the groups that wait, and how far apart they are
-    groups = {
-        TENSOR: (degrees.tensor, 1),
-        SEQUENCE: (degrees.sequence, degrees.tensor),
-        EXPERT: (degrees.expert, degrees.tensor),
-    }
+    inner = degrees.tensor
+    groups = {TENSOR: (inner, 1), SEQUENCE: (degrees.sequence, inner), EXPERT: (degrees.expert, inner)}
     outside = [name for name, group in groups.items() if spans_nodes(*group, node)]
     # long sequences may need more ranks than a node has, layers never do
     if degrees.ranks_per_sample > node:

@@ -65,10 +65,8 @@ class Gpu:
         """Return dense peak in FLOPs per second; `UserError` if the GPU has no such precision."""
         if precision not in self.dense_peak_flops:
             known = ", ".join(self.dense_peak_flops)
-            raise UserError(
-                f"{self.name} has no {precision} peak in {FILE}; it has {known}; choose another GPU, or another "
-                "precision (training.bf16, training.fp16, training.tf32)"
-            )
+            remedy = "choose another GPU, or another precision (training.bf16, training.fp16, training.tf32)"
+            raise UserError(f"{self.name} has no {precision} peak in {FILE}; it has {known}; {remedy}")
         return self.dense_peak_flops[precision]
 
     @property

@@ -132,11 +132,9 @@ def layouts(cluster: Cluster) -> list[ParallelLayout]:
         tried.append(layout)
     if not tried:
         widths, sequences = widths_of(cluster.model), cluster.sequences
-        raise UserError(
-            f"no layout divides {cluster.num_gpus:,} GPUs: {widths.layers} layers, {widths.heads} heads "
-            f"and {sequences:,} sequences a step have no common split with them; "
-            f"take a number of GPUs that divides {sequences:,}"
-        )
+        what = f"{widths.layers} layers, {widths.heads} heads and {sequences:,} sequences a step"
+        what += f" have no common split with them; take a number of GPUs that divides {sequences:,}"
+        raise UserError(f"no layout divides {cluster.num_gpus:,} GPUs: {what}")
     fitting = [layout for layout in tried if layout.memory.total <= gpu.memory_bytes]
     if not fitting:
         best = min(tried, key=lambda layout: layout.memory.total)
@@ -324,9 +322,8 @@ class ParallelismVerb:
         if answer["megatron"]:
             return " \\\n    ".join(answer["megatron"])
         rows = [{"row": number, **layout} for number, layout in enumerate(answer["layouts"], 1)]
-        title = (
-            f"{answer['name']} on {answer['world_size']:,} x {answer['gpu']}: {answer['fitting']} layouts fit"
-        )
+        cluster = f"{answer['world_size']:,} x {answer['gpu']}"
+        title = f"{answer['name']} on {cluster}: {answer['fitting']} layouts fit"
         note = NOTE.format(efficiency=f"{answer['kernel_efficiency']:.0%}")
         return f"{title}\n\n{write_table(COLUMNS, rows, left=0)}\n{note}"
 

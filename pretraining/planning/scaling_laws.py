@@ -177,21 +177,15 @@ def hints(parameters: float, tokens: float, flops: float) -> dict[str, dict]:
     nearest = f"{gpt3['source']}, the row of {row['parameters']:.3g} parameters"
     # Li et al. 2025, for AdamW
     rate, batch = step["learning_rate"], step["batch_tokens"]
-    by_step_law = (
-        rate["scale"] * parameters ** rate["parameters"] * tokens ** rate["tokens"],
-        batch["scale"] * tokens ** batch["tokens"],
-    )
+    step_rate = rate["scale"] * parameters ** rate["parameters"] * tokens ** rate["tokens"]
+    names = ("learning_rate", "batch_tokens", "source")
     # DeepSeek LLM (2024), section 3.1, from training FLOPs
-    by_flops = [
-        law["scale"] * flops ** law["exponent"]
-        for law in (deepseek["learning_rate"], deepseek["batch_tokens"])
-    ]
+    by_flops = [deepseek[name]["scale"] * flops ** deepseek[name]["exponent"] for name in names[:2]]
     given = {
         "GPT-3's nearest size": (row["learning_rate"], row["batch_tokens"], nearest),
-        "Step Law": (*by_step_law, step["source"]),
+        "Step Law": (step_rate, batch["scale"] * tokens ** batch["tokens"], step["source"]),
         "DeepSeek": (*by_flops, deepseek["source"]),
     }
-    names = ("learning_rate", "batch_tokens", "source")
     return {name: dict(zip(names, values, strict=True)) for name, values in given.items()}
 
 

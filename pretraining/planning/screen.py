@@ -353,11 +353,10 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     is_notable = fits and saved is not None and saved["lost_share"] > LEAST_LOST
     money = f"{hours(cost['gpu_hours'])} GPU-hours{costs.expected_word(speed)}"
     # the cheapest ones: prices are sorted
-    prices = [
-        f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
-        f"{price['date']})"
-        for price in cost["prices"][:MOST_PRICES]
-    ]
+    prices = []
+    for price in cost["prices"][:MOST_PRICES]:
+        of_hour = f"{dollars(price['dollars_per_gpu_hour'])} an hour, {price['date']}"
+        prices.append(f"{dollars(price['dollars'])} at {price['provider']} ({of_hour})")
     unknown = "; no price known: add yours to pretraining/planning/tables/prices.json"
     money += f": {', '.join(prices)}" if prices else unknown
     return [

@@ -278,10 +278,8 @@ def setup_of(options: argparse.Namespace) -> Setup | BareSize:
         least = recipe.step_sizes.all[0]
         most = recipe_schema()["properties"]["budget"]["properties"]["tokens"]["maximum"]
         if not least <= tokens <= most:
-            raise UserError(
-                f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens "
-                "out for its own budget"
-            )
+            what = f"{recipe.name} takes from {least:,}, its first step, to {most:g}"
+            raise UserError(f"--tokens {tokens:g}: {what}; leave --tokens out for its own budget")
         # whole steps, as when a recipe is read; fewer tokens than a full step still pay for the first step of a ramp
         whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
         # a command that is written for this recipe must contain the tokens too

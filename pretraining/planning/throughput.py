@@ -200,10 +200,9 @@ def expected_utilization(
 def _rows_of(gpu: Gpu, key: str, results: Path) -> list[dict]:
     """Return the kept results of this GPU that have a value under a key."""
     # a line without a device is like one with a device that the table does not know
-    devices = (
-        (row, known_gpu(row.get("environment", {}).get("device", ""))) for row in _measured(key, results)
-    )
-    return [row for row, device in devices if device and device.name == gpu.name]
+    rows = _measured(key, results)
+    devices = [known_gpu(row.get("environment", {}).get("device", "")) for row in rows]
+    return [row for row, device in zip(rows, devices, strict=True) if device and device.name == gpu.name]
 
 
 @cache

@@ -226,10 +226,8 @@ def check_samples(done: Done, place: RankPlace, size: int, ranks_per_sample: int
         micro_batch, row = divmod(number, size)
         own = (micro_batch * groups + group) * size + row
         if sample != own:
-            raise UserError(
-                f"rank {place.rank} read sample {sample:,} of the run as its {number + 1}., and its own is {own:,}: "
-                "another rank reads that one too; please report this"
-            )
+            what = f"read sample {sample:,} of the run as its {number + 1}., and its own is {own:,}"
+            raise UserError(f"rank {place.rank} {what}: another rank reads that one too; please report this")
 
 
 def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker: dict, shared: bool) -> None:

@@ -183,10 +183,9 @@ class Rehearsal:
             part.notes.append("--gpu NAME lets the plan judge the memory of each GPU")
         need = memory_need(self.setup, machine.gpu_memory_bytes)
         there = f" of {num_bytes(gpu.memory_bytes)}" if gpu else ""
-        return (
-            f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most; {plan.steps:,} steps; "
-            f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
-        )
+        memory = f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most"
+        disk = f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
+        return f"{memory}; {plan.steps:,} steps; {disk}"
 
     def _run_folder(self, part: RehearsedPart) -> str:
         if self.is_elsewhere:
@@ -213,10 +212,8 @@ class Rehearsal:
         address = self.recipe.checkpoints.upload
         if not address:
             if self.nodes > 1:
-                part.notes.append(
-                    f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
-                    "checkpoint along: --set checkpoints.upload=s3://bucket/runs"
-                )
+                why = f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
+                part.notes.append(f"{why}checkpoint along: --set checkpoints.upload=s3://bucket/runs")
             return "none (checkpoints.upload)"
         # beside the run's own files, so that nothing of it is touched
         store = RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact()
@@ -264,11 +261,9 @@ class Rehearsal:
         first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
         count = min(first, len(dataset))
         different = len(np.unique(dataset.block_numbers(np.arange(count))))
-        reads = self.world_size // self.setup.degrees.ranks_per_sample
-        return (
-            f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks, "
-            f"on {several(reads, 'group')} of ranks; no two groups share one"
-        )
+        groups = several(self.world_size // self.setup.degrees.ranks_per_sample, "group")
+        read = f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks"
+        return f"{read}, on {groups} of ranks; no two groups share one"
 
     def _environment(self, part: RehearsedPart) -> str:
         from pretraining.extend import load_extensions

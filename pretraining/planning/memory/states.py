@@ -230,11 +230,8 @@ def _moments(optimizer: OptimizerStates, groups: Groups, world_size: int, stage:
         tensors = [tensor for group in groups for tensor in group]
         return sum(optimizer.bytes_of(t) * -(-t.numel // world_size) / t.numel for t in tensors)
     # stages 1 and 2 cut a whole group into equal slices: a rank's share of its states is its share of the elements
-    return sum(
-        sum(map(optimizer.bytes_of, group)) * _slice(_numel(group), world_size) / _numel(group)
-        for group in groups
-        if group
-    )
+    sizes = [(sum(map(optimizer.bytes_of, group)), _numel(group)) for group in groups if group]
+    return sum(size * _slice(numel, world_size) / numel for size, numel in sizes)
 
 
 def _numel(group: Sequence[Tensor]) -> int:
