@@ -94,8 +94,9 @@ class Launch:
     @property
     def data_folder(self) -> Path | None:
         """Return the folder of prepared data, which may not exist yet; None for an address, or without a recipe."""
-        is_here = self.recipe and not isinstance(self.data_dir, str)
-        return self.data_dir / self.recipe.data.name if is_here else None
+        if self.recipe is None or isinstance(self.data_dir, str):
+            return None
+        return self.data_dir / self.recipe.data.name
 
     @property
     def data_is_prepared(self) -> bool:

@@ -165,8 +165,8 @@ def _observed(run: RunFolder) -> dict[str, float]:
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         # a node without a shared disk may hold a part of the files that the marker names
-        files = (path for path in checkpoints[-1].parent.rglob("*") if path.is_file())
-        sizes = {path.name: path.stat().st_size for path in files}
+        here = (path for path in checkpoints[-1].parent.rglob("*") if path.is_file())
+        sizes = {path.name: path.stat().st_size for path in here}
         try:
             files = check(read_json_value(checkpoints[-1]), _MARKER, str(checkpoints[-1])).get("files", {})
         except (OSError, ValueError, UserError):  # damaged, which the next start reports

@@ -51,8 +51,9 @@ _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": 
 
 _OFFER = dict.fromkeys(("gpu", "provider", "place", "date", "source"), TEXT)
 # fields of `gpus.Gpu`
-_GPU = "memory_bytes memory_bandwidth_bytes_per_second link_bytes_per_second pcie_bytes_per_second"
-_GPU = dict.fromkeys((*_GPU.split(), "network_bits_per_second", "watts", "gpus_per_node"), POSITIVE)
+_NUMBERS = "memory_bytes memory_bandwidth_bytes_per_second link_bytes_per_second pcie_bytes_per_second"
+_GPU: dict[str, Any] = dict.fromkeys(_NUMBERS.split(), POSITIVE)
+_GPU |= dict.fromkeys(("network_bits_per_second", "watts", "gpus_per_node"), POSITIVE)
 _GPU |= {"dense_peak_tflops": {ANY: POSITIVE}, **dict.fromkeys(("architecture?", "link?"), TEXT)}
 _GPU |= dict.fromkeys(("aliases?", "assumed?"), TEXTS)
 # by the kind of GPU; `*` is for those that have no entry
