@@ -39,6 +39,7 @@ TITLES = {
 }
 """`training_seconds` is the time of all steps together, without validation, saving and restarts. `validation_loss` is
 that of the end; the recipe's ladder foresees it."""
+QUANTITIES = tuple(TITLES)
 
 
 def predicted(
@@ -52,7 +53,7 @@ def predicted(
         on_processor: no GPU trains; the peak is what a process takes beyond what it had before the model was built.
         gpu_memory: bytes of one GPU, in the table or not.
     """
-    values: dict[str, float | None] = dict.fromkeys(TITLES)
+    values: dict[str, float | None] = dict.fromkeys(QUANTITIES)
     need = memory_need(setup, gpu_memory)
     values["peak_memory_bytes"] = need.on_processor if on_processor else need.allocated
     values["checkpoint_bytes"] = build_run_plan(setup).checkpoint_bytes
@@ -108,7 +109,7 @@ def compare_run(folder: Path) -> dict:
         # the prediction is for all steps, and these are only those so far
         observed.pop("training_seconds", None)
     rows = {}
-    for name in TITLES:
+    for name in QUANTITIES:
         before, after = foreseen.get(name), observed.get(name)
         # a quantity may be predicted and not measured, or the reverse
         ratio = after / before if before and after is not None else None
@@ -129,7 +130,7 @@ def measured_beside_planned(folder: Path) -> str:
     return ", ".join(
         f"{TITLES[name]} {_words(name, compared[name]['measured'])} "
         f"(planned {_words(name, compared[name]['predicted'])})"
-        for name in TITLES
+        for name in QUANTITIES
         if None not in (compared[name]["predicted"], compared[name]["measured"])
     )
 
@@ -146,7 +147,7 @@ def _read_object(path: Path) -> dict:
 
 def _numbers(values: Any) -> dict[str, float]:
     values = values if isinstance(values, dict) else {}
-    return {name: values[name] for name in TITLES if _is_number(values.get(name))}
+    return {name: values[name] for name in QUANTITIES if _is_number(values.get(name))}
 
 
 def _is_number(value: Any) -> bool:
@@ -215,7 +216,7 @@ class CompareVerb:
         lines = [["run", "quantity", "predicted", "measured", "measured/predicted"]]
         for run in answer["runs"]:
             name = run["run"] if run["finished"] else f"{run['run']} (not finished)"
-            for quantity in TITLES:
+            for quantity in QUANTITIES:
                 before, after, ratio = run[quantity].values()
                 if before is not None or after is not None:
                     words = [_words(quantity, before), _words(quantity, after)]
