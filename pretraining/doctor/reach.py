@@ -55,8 +55,9 @@ def _own_name(launch: Launch) -> Finding:
     """Check the address of the machine's own name, on which gloo listens."""
     name, address = socket.gethostname(), host.own_address()
     chosen = os.environ.get(host.GLOO_INTERFACE)
-    leads = "leads to no address of this machine" if address is None else f"resolves to {address}"
-    what = f"{name} {leads}"
+    what = (
+        f"{name} leads to no address of this machine" if address is None else f"{name} resolves to {address}"
+    )
     if host.loopback_name() is None:  # the same judgement as that of `join_ranks`, which refuses
         what = f"{what}; GLOO_SOCKET_IFNAME is {chosen}" if chosen else f"{name} is {address}"
         return Finding("host name", FINE, what, values={"address": address})

@@ -183,14 +183,8 @@ def run_line(plan: RunPlan, folder: str, device: str) -> str:
     if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
         sharding += f" (zero{plan.zero_stage})"
     size = f"{recipe.model.model_type} of {plan.parameters:,} parameters{_parts_words(plan)}"
-    parts = [
-        f"{recipe.name} in {folder}: {size}",
-        f"{several(plan.world_size, 'rank')} on {device}",
-        sharding,
-        recipe.training.product_precision,
-        f"{plan.steps:,} steps, {plan.tokens:,} tokens",
-    ]
-    return ", ".join(parts)
+    ranks = f"{several(plan.world_size, 'rank')} on {device}, {sharding}, {recipe.training.product_precision}"
+    return f"{recipe.name} in {folder}: {size}, {ranks}, {plan.steps:,} steps, {plan.tokens:,} tokens"
 
 
 def plan_line(plan: RunPlan, left: float = 1.0) -> str:
@@ -218,12 +212,9 @@ def plan_line(plan: RunPlan, left: float = 1.0) -> str:
 
 def _what(answer: dict) -> list[tuple[str, str]]:
     sharding = answer["deepspeed"] or "plain data parallel"
-    compiled = {
-        "blocks": ", blocks compiled",
-        "whole": ", compiled whole",
-        # values of `refusals.compiled_part`; it adds nothing for "none"
-        "deepcompile": ", DeepCompile",
-    }.get(answer.get("compiles"), "")
+    # values of `refusals.compiled_part`; it adds nothing for "none"
+    parts = {"blocks": ", blocks compiled", "whole": ", compiled whole", "deepcompile": ", DeepCompile"}
+    compiled = parts.get(answer.get("compiles"), "")
     # over how many ranks each part is split, the innermost ranks first; the name of the ds_config says hpZ
     words = {
         "tensor": "matrices, embedding and head over {} neighbours",

@@ -176,12 +176,8 @@ def widths_of(model: dict) -> Widths:
 def widths_of_rank(model: dict, degrees: Degrees) -> Widths:
     """Return the widths of the products that one rank computes. The residual stream is as wide on every rank."""
     widths, split = widths_of(model), degrees.tensor
-    return replace(
-        widths,
-        heads=widths.heads // split,
-        key_value_heads=max(1, widths.key_value_heads // split),
-        inner=widths.inner // split,
-    )
+    heads, of_keys = widths.heads // split, max(1, widths.key_value_heads // split)
+    return replace(widths, heads=heads, key_value_heads=of_keys, inner=widths.inner // split)
 
 
 def key_value_copies(widths: Widths, degrees: Degrees) -> int:

@@ -140,27 +140,23 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, alike: MemoryNeed
     of_layers = Counter()
     for tensor in (each for each in setup.wide if each.layer is not None):
         of_layers[tensor.layer] += tensor.factors
-    passing = activations(
-        Pass(
-            recipe.model,
-            recipe.micro_batch,
-            recipe.sequence_length,
-            setup.precision,
-            recipe.training.recomputed_one_in,
-            loss=recipe.resolved_loss,
-            gpu_memory=gpu_memory,
-            keeps_products=recipe.speed.recompute == "operators",
-            degrees=degrees,
-            wide_head=setup.head_is_wide,
-            wide_layer=max(of_layers.values(), default=0),
-        )
+    micro_batch = recipe.model, recipe.micro_batch, recipe.sequence_length, setup.precision
+    given = Pass(
+        *micro_batch,
+        every_n_layers=recipe.training.recomputed_one_in,
+        loss=recipe.resolved_loss,
+        gpu_memory=gpu_memory,
+        keeps_products=recipe.speed.recompute == "operators",
+        degrees=degrees,
+        wide_head=setup.head_is_wide,
+        wide_layer=max(of_layers.values(), default=0),
     )
     # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
     # all weights
     for family in setup.families:
         copied = sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
         extra = replace(extra, step=extra.step + FP32 * copied / (family.ranks if stage else 1))
-    phases = _phases(state, passing, extra, stage, setup.accumulation, optimizer.name)
+    phases = _phases(state, activations(given), extra, stage, setup.accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
     if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
         # every rank reads a part of each sequence, and no activations are kept

@@ -365,6 +365,8 @@ def buffers(setup: Setup) -> Buffers:
         # of the layers that modules in fp32 are in, as many are gathered as of all
         inside = _numel([tensor for tensor in wide if tensor.layer is not None])
         wider -= (FP32 - element) * inside * (1 - gathered / _numel(tensors))
+        # one sub-group is stepped after another
+        stepped = min(share, _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP))
         return Buffers(
             buckets=bucket,
             gathered=element * gathered + wider,
@@ -373,10 +375,8 @@ def buffers(setup: Setup) -> Buffers:
                 element * layer_numel(tensors) * as_one,
                 *((FP32 if tensor in wide else element) * tensor.numel for tensor in tensors),
             ),
-            # stage 3 steps one sub-group after another; an offloaded optimizer copies in host memory
-            step=0
-            if optimizer_device(config) != "gpu"
-            else FP32 * min(share, _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP)),
+            # an offloaded optimizer copies in host memory
+            step=FP32 * stepped if optimizer_device(config) == "gpu" else 0,
         )
     # two buffers take turns if the backward pass goes on during a reduction (`setup_buckets`, stage_1_and_2.py)
     turns = 2 if zero.get("overlap_comm") else 1
