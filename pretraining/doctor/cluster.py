@@ -156,9 +156,8 @@ class Examination:
             if worst(looked) == FINE:
                 size = shared.BYTES_ON_GPU_MACHINES if self.on_gpu else shared.BYTES_ELSEWHERE
                 saved = self.launch.plan and self.launch.plan.checkpoint_bytes
-                self._attempt(
-                    "disk of all ranks", partial(shared.measure_disk, self.call, probed, size, saved)
-                )
+                measure = partial(shared.measure_disk, self.call, probed, size, saved)
+                self._attempt("disk of all ranks", measure)
         finally:
             # also if a step raises: nothing of ours stays in the run folder
             probed.clear()
@@ -194,26 +193,19 @@ class Examination:
         self._gathered("leaving the process group", leave_ranks)
 
     def _layers(self) -> list[Finding]:
-        seconds = min(LAYERS_SECONDS, self._left())
-
-        def work() -> list[dict]:
-            found = examine_layers(self.recipe, self.launch.ds_config, self.size, seconds, self._say)
-            return [asdict(finding) for finding in found]
-
-        found = self.call.values("the recipe's layers", work, max(1.0, self._left()))
+        seconds, name = min(LAYERS_SECONDS, self._left()), "the recipe's layers"
+        examine = partial(examine_layers, self.recipe, self.launch.ds_config, self.size, seconds, self._say)
+        found = self.call.values(name, lambda: list(map(asdict, examine())), max(1.0, self._left()))
         return [Finding(**fields) for fields in found[0]]
 
     def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
         """Make a step and add its findings to all findings; an error becomes a finding too."""
         self._say(name)
-        if self._left() <= 0:
-            remedy = "see what took so long in the lines above"
-            found = [Finding(name, COSTS, "left out: the time was over", remedy)]
-        else:
-            try:
-                found = examine()
-            except (RuntimeError, OSError) as error:
-                found = [Finding.of_error(name, one_line(error))]
+        try:
+            late = "left out: the time was over; see what took so long in the lines above"
+            found = examine() if self._left() > 0 else [Finding.of_error(name, late, COSTS)]
+        except (RuntimeError, OSError) as error:
+            found = [Finding.of_error(name, one_line(error))]
         self.findings += found
         return found
 
@@ -296,8 +288,7 @@ def bound_address() -> dict:
     outward = ""
     # To connect a UDP socket sends nothing; it only chooses the address on the way. 9 is the port "discard".
     with suppress(OSError, KeyError):
-        found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, rank_0 = found[0]
+        family, kind, *_, rank_0 = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(rank_0)
             outward = interfaces.get(probe.getsockname()[0], "")
@@ -344,11 +335,9 @@ def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:
         values = {"pairs": len(met), "round_trip_seconds": max(met)}
         what = f"{several(len(met), 'pair')} of ranks on {several(len(call.nodes), 'node')} met; "
         what += f"a byte there and back took at most {duration(max(met))}"
-        verdict, remedy = FINE, ""
-        if left_out:
-            what += f"; {several(left_out, 'round')} of pairs left out, the time was over"
-            verdict, remedy = COSTS, "meetings are slow here: see the remedies of other lines"
-        findings.append(Finding(PAIRS, verdict, what, remedy, values=values))
+        remedy = "meetings are slow here: see the remedies of other lines" if left_out else ""
+        what += f"; {several(left_out, 'round')} of pairs left out, the time was over" if left_out else ""
+        findings.append(Finding(PAIRS, COSTS if left_out else FINE, what, remedy, values=values))
     return findings
 
 
@@ -356,10 +345,9 @@ def pair_remedy(errors: list[str]) -> str:
     said, interface = " ".join(errors), bound_address()["interface"] or "eth0"
     if "nccl " in said:
         # By the commonest cause first: each is tried alone, and left out again if it does not help.
-        return (
-            f"export NCCL_DEBUG=INFO says why; try export NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without "
-            "InfiniBand), and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
-        )
+        ways = f"NCCL_SOCKET_IFNAME={interface}, NCCL_IB_DISABLE=1 (without InfiniBand)"
+        ways += ", and inside one node NCCL_P2P_DISABLE=1 or a larger /dev/shm"
+        return f"export NCCL_DEBUG=INFO says why; try export {ways}"
     names = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     return f"open all TCP ports between the two (firewall, security group), or name the network's interface: {names}"
 
@@ -397,11 +385,9 @@ def _meet(store: Store, rank: int, pair: Pair, address: str, on_gpu: bool) -> fl
     # process at its limit: the roll call ends the step long before
     nccl = [("nccl", "cuda", 10 * PAIR_SECONDS)] if on_gpu else []
     for library, device, limit in [("gloo", "cpu", GLOO_SECONDS), *nccl]:
-        shared_store, patience = PrefixStore(library, store), timedelta(seconds=limit)
+        place = {"store": PrefixStore(library, store), "rank": pair.index(rank), "world_size": 2}
         try:
-            dist.init_process_group(
-                library, store=shared_store, rank=pair.index(rank), world_size=2, timeout=patience
-            )
+            dist.init_process_group(library, **place, timeout=timedelta(seconds=limit))
             summed = torch.tensor(rank, device=device)
             dist.all_reduce(summed)
             found = int(summed)

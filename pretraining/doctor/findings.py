@@ -70,10 +70,9 @@ def of_all_nodes(hosts: list[str], found: list[list[Finding]]) -> list[Finding]:
         on_all = len(names) == len(hosts)
         if on_all and len({(each.message, each.remedy, each.where) for each in by_node.values()}) == 1:
             merged.append(first)
-        elif on_all and first.verdict == FINE:
-            merged.append(first.on(names[0]))  # whose numbers these are
         else:
-            merged.append(first.on(few_of(names)))
+            # of one that is fine everywhere, the node whose numbers are shown
+            merged.append(first.on(few_of(names[:1] if on_all and first.verdict == FINE else names)))
     return merged
 
 

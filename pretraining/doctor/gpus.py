@@ -30,7 +30,6 @@ ON_AMD = (
     "look at them by rocm-smi; give --world_size N, and under the launcher (deepspeed --num_gpus=N --module "
     "pretraining.doctor) messages, products and layers are measured on them"
 )
-MEBIBYTE = 1 << 20
 IDLE_SHARE = 0.02
 """Share of a GPU's memory up to which only the driver uses it."""
 SLOWED = {0x2: "its clocks are set lower", 0x8: "hardware slowdown", 0x40: "heat", 0x80: "power brake"}
@@ -119,7 +118,8 @@ def read_gpus() -> Gpus:
         return Gpus(problem=f"nvidia-smi cannot be used ({' '.join(str(error).split())})")
     found = []
     for row in rows:
-        total, used = (int((_number(row.get(f"memory.{key}")) or 0) * MEBIBYTE) for key in ("total", "used"))
+        # in MiB
+        total, used = (int(_number(row.get(f"memory.{key}")) or 0) << 20 for key in ("total", "used"))
         found.append(GpuFound(row["index"], row.get("name", "GPU"), total, used, row))
     visible, chosen = found, os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
@@ -194,8 +194,7 @@ def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
         public = (torch.version or "").partition("+")[0]
         remedy = f"pip install --force-reinstall torch=={public}, without an index of builds for processors"
         yield Finding("torch build", BREAKS, f"{what}: the processor would train", remedy)
-    needs = cuda_needs(torch.cuda)
-    if needs is None:
+    if (needs := cuda_needs(torch.cuda)) is None:
         return
     least, wanted = needs["least_driver"], int(torch.cuda.partition(".")[0])
     branch = _number((gpus.driver or "").partition(".")[0])
@@ -210,8 +209,7 @@ def _with_torch(gpus: Gpus, torch: TorchBuild) -> Iterator[Finding]:
         remedy += "or install a build of torch for the CUDA that it has"
         yield Finding("driver", BREAKS, what, remedy)
     # 99: a capability that is not known counts as new enough
-    old = [gpu for gpu in gpus.found if (gpu.capability or 99) < needs["least_capability"]]
-    if old:
+    if old := [gpu for gpu in gpus.found if (gpu.capability or 99) < needs["least_capability"]]:
         what = f"{_which(old)}: compute capability {old[0].capability}, but CUDA {torch.cuda} begins at "
         remedy = f"install a build of torch for CUDA {wanted - 1}, or take newer GPUs"
         yield Finding("compute capability", BREAKS, f"{what}{needs['least_capability']}", remedy)
@@ -288,6 +286,5 @@ def _which(gpus: list[GpuFound]) -> str:
     indices = [gpu.index for gpu in gpus]
     if len(indices) == 1:
         return f"GPU {indices[0]}"
-    first, last = int(indices[0]), int(indices[-1])
-    in_a_row = indices == [str(index) for index in range(first, last + 1)]
-    return f"GPUs {f'{first}-{last}' if in_a_row else ', '.join(indices)}"
+    in_a_row = indices == [str(index) for index in range(int(indices[0]), int(indices[-1]) + 1)]
+    return f"GPUs {f'{indices[0]}-{indices[-1]}' if in_a_row else ', '.join(indices)}"

@@ -164,11 +164,10 @@ def check_fit(launch: Launch) -> list[Finding]:
     findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
     if not findings:  # one line says that it fits, unless it is refused
         ranks = several(launch.world_size, "GPU" if gpus.found else "rank")
-        what = f"{recipe.name} with {recipe.deepspeed or 'plain data parallel'} fits {ranks}"
+        each = f"{num_bytes(need.on_processor)} of memory each, beyond its libraries"
         if there := gpus.memory_bytes:
-            what += f": {num_bytes(need.total)} of {num_bytes(there)} each ({need.total / there:.0%})"
-        else:
-            what += f": {num_bytes(need.on_processor)} of memory each, beyond its libraries"
+            each = f"{num_bytes(need.total)} of {num_bytes(there)} each ({need.total / there:.0%})"
+        what = f"{recipe.name} with {recipe.deepspeed or 'plain data parallel'} fits {ranks}: {each}"
         findings.append(Finding("plan", FINE, what))
     # GPUs that would be large enough if other processes did not hold a part of them
     crowded = [gpu for gpu in gpus.found if need.total <= gpu.memory_bytes < need.total + gpu.used_bytes]
@@ -198,8 +197,8 @@ def check_software(launch: Launch) -> Iterator[Finding]:
         yield Finding("Python", BREAKS, f"{found}; {needed} or newer is needed", f"install Python {needed}")
     tested, here = pins(REPOSITORY / "requirements.txt"), versions()
     missing = [f"{name}=={pin}" for name, pin in tested.items() if here[name] is None]
-    differing = ((name, pin) for name, pin in tested.items() if here[name] not in (None, pin))
-    other = [f"{name} {here[name]} (tested: {pin})" for name, pin in differing]
+    differing = [name for name, pin in tested.items() if here[name] not in (None, pin)]
+    other = [f"{name} {here[name]} (tested: {tested[name]})" for name in differing]
     remedy = as_typed("pip install -r requirements.txt")
     if missing:
         yield Finding("packages", BREAKS, f"not installed: {', '.join(missing)}", remedy)
@@ -250,13 +249,12 @@ def needs_of(launch: Launch) -> list[Needed]:
     # Builds of torch for CUDA bring triton; a build for processors beside GPUs does not.
     compiled = launch.compiles and on_gpus
     compiled_loss = not compiled and compiles_loss(recipe.loss.compile, on_gpus)
-    trackers = [(name, TRACKER_PACKAGES.get(name, name)) for name in trackers_of(recipe)]
     # whether it is needed, and the fields of `Needed`
-    table: list[tuple] = [
-        *(
-            (True, package.partition("-")[0], f"training.report_to {name}", package)
-            for name, package in trackers
-        ),
+    table: list[tuple] = []
+    for name in trackers_of(recipe):
+        package = TRACKER_PACKAGES.get(name, name)
+        table.append((True, package.partition("-")[0], f"training.report_to {name}", package))
+    table += [
         (BITSANDBYTES.search(optim), "bitsandbytes", f"training.optim {optim}"),
         (recipe.speed.fp8 != "none", "torchao", "speed.fp8"),
         (compiled, "triton", "speed.compile", "", launch.without_compiler),
@@ -296,8 +294,7 @@ def _compilers(launch: Launch) -> Iterator[Finding]:
     if launch.offloads:
         why = f"offloading to {' and '.join(sorted(launch.offloads))} builds DeepSpeed's operators"
         reasons.append(why)
-        cuda = torch_build().cuda if on_gpu else None
-        missing = list(missing_for_operators("nvme" in launch.offloads, cuda))
+        missing = [*missing_for_operators("nvme" in launch.offloads, torch_build().cuda if on_gpu else None)]
         # torch's own place (cpp_extension._get_build_directory); it is made when the first operator is built
         kept = existing_folder(Path(os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"))
         if broken := unwritable(kept):
@@ -313,8 +310,8 @@ def _compilers(launch: Launch) -> Iterator[Finding]:
         why, verdict, without = "loss.compile builds kernels", COSTS, "loss.compile=false"
     if why:
         reasons.append(why)
-        tools = missing_for_kernels(on_gpu)
-        lacking += [(why, verdict, tool, f"{tool.remedy}, or --set {without}") for tool in tools]
+        for tool in missing_for_kernels(on_gpu):
+            lacking.append((why, verdict, tool, f"{tool.remedy}, or --set {without}"))
     for why, verdict, tool, remedy in lacking:
         yield Finding("compiler", verdict, f"{why}, which needs {tool.what}: not found", remedy)
     if reasons and not lacking:

@@ -162,9 +162,8 @@ def reduced_recipe(recipe: Recipe, world_size: int, on_gpu: bool) -> Recipe:
         parameters = model_size(shorter).total
         fits = parameters <= PROCESSOR_PARAMETERS
         if on_gpu:
-            need = memory_need(
-                Setup(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
-            )
+            whole = Setup(replace(reduced, deepspeed="zero0"), load_ds_config("zero0"), world_size)
+            need = memory_need(whole)
             memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             fits = (parameters <= MOST_PARAMETERS or count == 1) and need.total <= MEMORY_SHARE * memory
         if fits:
@@ -176,27 +175,25 @@ class MadeUpTokens(Dataset):
     """Make blocks of random tokens, the same on every rank. Low ids are frequent, so a few steps lower the loss."""
 
     def __init__(self, recipe: Recipe):
-        self.length, self.vocabulary = recipe.sequence_length, recipe.model.vocab_size
-        self.num_samples = recipe.num_samples
-        self.masks_documents = recipe.data.document_masking
+        self.recipe = recipe
 
     def __len__(self) -> int:
-        return self.num_samples
+        return self.recipe.num_samples
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        drawn = np.random.default_rng(index).random(self.length + 1)
+        length = self.recipe.sequence_length
+        drawn = np.random.default_rng(index).random(length + 1)
         # the fourth power moves most numbers towards 0
-        tokens = (drawn**4 * self.vocabulary).astype(np.int64)
-        if self.masks_documents:
-            return masked_block(tokens, np.array([self.length // 2, self.length]))
+        tokens = (drawn**4 * self.recipe.model.vocab_size).astype(np.int64)
+        if self.recipe.data.document_masking:
+            return masked_block(tokens, np.array([length // 2, length]))
         return {"input_ids": tokens[:-1], "labels": tokens[1:]}
 
 
-class _Recorder(TrainerCallback):
-    """Record the loss of each step, and its seconds until the device has finished."""
+class _Clock(TrainerCallback):
+    """Record the seconds of each step until the device has finished."""
 
     def __init__(self):
-        self.losses: list[float] = []
         self.seconds: list[float] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -205,15 +202,11 @@ class _Recorder(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.seconds.append(now_of_device() - self.began)
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in (logs or {}):
-            self.losses.append(logs["loss"])
-
 
 def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) -> Trained:
     """Train the recipe's few steps with the same parts as train.py; leave nothing behind."""
     folder = Path(tempfile.mkdtemp(prefix="doctor-"))
-    memory, recorder = PeakMemory(), _Recorder()
+    memory, clock = PeakMemory(), _Clock()
     arguments = build_arguments(recipe, ds_config, folder, accumulation_steps(recipe, world_size, ds_config))
     no_tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=None)
     language_model = build_from_recipe(recipe, no_tokenizer, arguments, draw_weights=True)
@@ -223,11 +216,12 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
         arguments,
         loss=build_loss(language_model, recipe.resolved_loss),
         train_dataset=MadeUpTokens(recipe),
-        parts=RunParts(callbacks=[recorder]),
+        parts=RunParts(callbacks=[clock]),
     )
     try:
         trainer.train()
         peak_bytes = memory.of_fullest_rank()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     finally:
         del language_model
         trainer.release()
@@ -235,7 +229,7 @@ def train_some_steps(recipe: Recipe, ds_config: dict | None, world_size: int) ->
         gc.collect()
         shutil.rmtree(folder, ignore_errors=True)
     # without the warm-up steps
-    return Trained(recorder.losses, statistics.median(recorder.seconds[WARM_STEPS:]), peak_bytes)
+    return Trained(losses, statistics.median(clock.seconds[WARM_STEPS:]), peak_bytes)
 
 
 def _beside_plan(
@@ -255,7 +249,7 @@ def _beside_plan(
     message += f"{rate:,.0f} tokens/s, {duration(found.step_seconds)} a step"
     values = {"tokens_per_second": rate, "step_seconds": found.step_seconds}
     values |= {"layers": layers, "parameters": size.total}
-    verdict, remedy = FINE, ""
+    remedy = ""
     if gpu is not None and precision in gpu.dense_peak_flops:
         flops = flops_per_token(size, reduced.sequence_length).training
         mfu = model_flops_utilization(rate, flops, world_size, gpu.peak_flops(precision))
@@ -263,21 +257,19 @@ def _beside_plan(
         values |= {"mfu": mfu, "predicted_mfu": planned}
         message += f", MFU {mfu:.0%} (the plan of these layers: {planned:.0%})"
         if mfu < HALF_OF_THE_PLAN * planned:
-            verdict = COSTS
             remedy = "see slow ranks and messages above; a larger micro-batch (--set training."
             remedy += "per_device_train_batch_size=N), or --set speed.compile=blocks, which was off here"
-    findings = [Finding("layers", verdict, message, remedy, values=values)]
+    findings = [Finding("layers", COSTS if remedy else FINE, message, remedy, values=values)]
     if (peak := found.peak_memory_bytes) is not None:
-        plan = predicted(setup, None, on_processor=not on_gpu)
-        planned = plan["peak_memory_bytes"]
+        planned = predicted(setup, None, on_processor=not on_gpu)["peak_memory_bytes"]
         message = f"peak {num_bytes(peak)}, the plan of these layers says {num_bytes(planned)}"
         values = {"peak_memory_bytes": peak, "predicted_peak_memory_bytes": planned}
-        verdict, remedy = FINE, ""
+        remedy = ""
         # No verdict on a processor: much of its plan is assumed.
         if on_gpu and peak > MEMORY_ABOVE_PLAN * planned:
-            verdict, remedy = COSTS, "leave as much more room than the plan says: a smaller micro-batch "
+            remedy = "leave as much more room than the plan says: a smaller micro-batch "
             remedy += "(--set training.per_device_train_batch_size=N), or --deepspeed zero3"
-        findings.append(Finding("layers' memory", verdict, message, remedy, values=values))
+        findings.append(Finding("layers' memory", COSTS if remedy else FINE, message, remedy, values=values))
     return findings
 
 
@@ -286,10 +278,9 @@ def _curve(reduced: Recipe, trained: dict[str, Trained], left_out: list[str]) ->
     if reduced.training.product_precision not in TOLERANCE:
         return []
     more = f"; left out: {', '.join(left_out)}" if left_out else ""
-    reference = trained.get("zero0")
-    if reference is None:
-        message = f"not compared{more}"
-        return [Finding("curve of stages", COSTS, message, "run the doctor again; see what took so long")]
+    if (reference := trained.get("zero0")) is None:
+        remedy = "run the doctor again; see what took so long"
+        return [Finding("curve of stages", COSTS, f"not compared{more}", remedy)]
     apart = {
         name: float(np.abs(np.subtract(found.losses, reference.losses)).max())  # NaN if one of them is
         for name, found in trained.items()

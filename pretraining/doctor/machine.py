@@ -40,11 +40,8 @@ THREADS_OF_A_RANK = 128
 SWAPPED_BYTES = 1_000_000_000
 NETWORK = ("nfs", "cifs", "smb", "fuse", "9p", "sshfs", "davfs")
 """How the names of filesystems begin that another machine serves, and that may guarantee less."""
-VANISHING = {
-    "tmpfs": "the memory of this machine, and is gone when it restarts",
-    "ramfs": "the memory of this machine, and is gone when it restarts",
-    "overlay": "the container's own layer, and is gone with the container",
-}
+VANISHING = dict.fromkeys(("tmpfs", "ramfs"), "the memory of this machine, and is gone when it restarts")
+VANISHING["overlay"] = "the container's own layer, and is gone with the container"
 FEWEST_FILES = 10_000
 """Files that must still fit: a checkpoint has some for each rank, a data set has one for each shard."""
 FIRST_WRITE_BYTES = 4 << 20
@@ -69,12 +66,11 @@ def _memory(launch: Launch) -> Iterator[Finding]:
     # More than there is at all is refused by the plan; here it would fit if others did not hold a part of it.
     need, on_gpus = launch.need, launch.trains_on_gpus
     needed = launch.ranks_here * (need.host_counted if on_gpus else need.on_processor) if need else 0
+    remedy = ""
     if free < needed <= total:
         what += f": {several(launch.ranks_here, 'rank')} here need {num_bytes(needed)}"
         remedy = "end other processes: the kernel would end one of the ranks"
-        yield Finding("host memory", COSTS, what, remedy)
-    else:
-        yield Finding("host memory", FINE, what)
+    yield Finding("host memory", COSTS if remedy else FINE, what, remedy)
     swapped = (host.kernel_bytes("SwapTotal") or 0) - (host.kernel_bytes("SwapFree") or 0)
     if swapped >= SWAPPED_BYTES:
         what = f"{num_bytes(swapped)} of memory are swapped out: what a rank has there, all ranks wait for"
@@ -225,8 +221,8 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
     free = num_bytes(shutil.disk_usage(folder).free)
     disk = Finding("disk", FINE, f"{free} free at {folder}")
     if launch.plan is not None:
-        needed = launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes
-        disk = Finding("disk", FINE, f"{free} free, {num_bytes(needed)} for checkpoints and export")
+        needed = num_bytes(launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes)
+        disk = Finding("disk", FINE, f"{free} free, {needed} for checkpoints and export")
         found = Machine(disk_room_bytes=host.disk_room_bytes(launch.run_folder, launch.continues))
         setup = Setup(launch.recipe, launch.ds_config, launch.world_size)
         for refusal in check_plan(setup, found).refusals[:1]:
@@ -237,11 +233,9 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
         what = f"{status.f_favail:,} more files fit at {folder}, whatever the free bytes"
         verdict = BREAKS if status.f_favail < FEWEST_FILES / 100 else COSTS
         yield Finding("inodes", verdict, what, "remove small files there, or give --output_dir another disk")
-    speed = write_speed(folder)
-    if not speed:
+    if not (speed := write_speed(folder)):
         return
-    what, values = f"one process writes {num_bytes(speed)}/s to {folder}", {"disk_bytes_per_second": speed}
-    remedy = ""
+    what, remedy = f"one process writes {num_bytes(speed)}/s to {folder}", ""
     if launch.plan is not None and launch.plan.checkpoint_bytes:
         seconds, every, gpu = launch.plan.checkpoint_bytes / speed, None, launch.gpus.known
         # training between two checkpoints; None if this machine's speed is not known
@@ -255,14 +249,14 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
             if every and steps >= 1:  # below 1 it is a share of the run
                 rarer = f"{math.ceil(steps * seconds / (SLOW_SAVE_SHARE * every))}"
             remedy = f"give --output_dir a faster disk, or save less often: --set training.save_steps={rarer}"
+    values = {"disk_bytes_per_second": speed}
     yield Finding("disk speed", COSTS if remedy else FINE, what, remedy, values=values)
 
 
 def check_filesystem(folder: Path) -> Finding:
     """Report its kind, and whether it has the operations that a committed checkpoint relies on."""
     mount, kind = filesystem_of(folder)
-    missing = missing_operations(folder)
-    if missing:
+    if missing := missing_operations(folder):
         remedy = "give --output_dir another disk: a checkpoint could be lost or loaded by halves here"
         return Finding("filesystem", BREAKS, f"{kind} at {mount} has no {', '.join(missing)}", remedy)
     if kind in VANISHING:
@@ -291,16 +285,14 @@ def filesystem_of(folder: Path) -> tuple[str, str]:
 
 def missing_operations(folder: Path) -> list[str]:
     """List the operations that commits and locks rely on and that the filesystem refuses."""
-    with (
-        tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as inside,
-        Path(inside, "one").open("w") as file,
-    ):
-        one, other = Path(inside, "one"), Path(inside, "other")
+    inside = tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-")
+    with inside, Path(inside.name, "one").open("w") as file:
+        one, other = Path(inside.name, "one"), Path(inside.name, "other")
         # in this order: the last one moves the first file away
         attempts: dict[str, Callable[[], object]] = {
             "file locks": lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB),
             "sync of files": lambda: sync_to_disk(one),
-            "sync of folders": lambda: sync_to_disk(Path(inside)),
+            "sync of folders": lambda: sync_to_disk(one.parent),
             "hard links": lambda: os.link(one, other),
             "renames over a file": lambda: one.replace(other),
         }
@@ -347,8 +339,6 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
         return  # the interpreter's own library is small, whatever the budget
     what = f"{num_bytes(needed)} of token shards if each token is read once, "
     what += f"{num_bytes(free)} free at {folder}"
-    if needed <= free:
-        yield Finding("data folder", FINE, what)
-    else:
-        remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
-        yield Finding("data folder", COSTS, what, remedy)
+    remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
+    is_fine = needed <= free
+    yield Finding("data folder", FINE if is_fine else COSTS, what, "" if is_fine else remedy)

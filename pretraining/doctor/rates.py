@@ -154,11 +154,8 @@ def judge_messages(
     # The largest message shows the link, the smallest the way to it.
     rate, answer = rates[largest], slowest[smallest]
     name = kind.replace("-", "_")
-    values = {
-        f"{name}_bytes_per_second": rate,
-        f"{name}_seconds_of_smallest": answer,
-        f"{name}_bytes_per_second_by_size": {str(size): value for size, value in rates.items()},
-    }
+    values = {f"{name}_bytes_per_second": rate, f"{name}_seconds_of_smallest": answer}
+    values[f"{name}_bytes_per_second_by_size"] = {str(size): value for size, value in rates.items()}
     what = f"{several(call.size, 'rank')}: {num_bytes(rate)}/s of bus bandwidth at {num_bytes(largest)}"
     remedies = []
     if gpu is not None:
@@ -268,13 +265,13 @@ def rounds_within(seconds: float, multiply: Callable[[], None], on_gpu: bool) ->
 
 
 def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    best = float("inf")
+    seconds = []
     for _ in range(4):
         began = now_of_device()
         # non_blocking has an effect with pinned memory only
         target.copy_(source, non_blocking=True)
-        best = min(best, now_of_device() - began)
-    return source.numel() / best
+        seconds.append(now_of_device() - began)
+    return source.numel() / min(seconds)
 
 
 def state_in_words(state: dict) -> str:
@@ -304,15 +301,14 @@ def judge_products(
     values = {kept: median, f"slowest_{kept}": slowest}
     what = f"{precision} products, {tokens:,} tokens from {width:,} to {inner:,} and back, and the gradient of a weight"
     what += f": {three_digits(median / 1e12)} TFLOP/s a rank (median)"
-    verdict, remedy = FINE, ""
+    remedy = ""
     if gpu is not None and precision in gpu.dense_peak_flops:
         share = median / gpu.peak_flops(precision)
         values["share_of_peak"] = share
         what += f", {share:.0%} of {gpu.name}'s dense peak"
         if share < HALF_OF_THE_PEAK and width >= WIDE:
-            verdict = COSTS
             remedy = "look for other processes, the power limit and heat: nvidia-smi -q -d PERFORMANCE"
-    findings = [Finding("products", verdict, what, remedy, values=values)]
+    findings = [Finding("products", COSTS if remedy else FINE, what, remedy, values=values)]
     for rank in slow_ranks(rates, SLOW_RANK if on_gpu else SLOW_PROCESSOR):
         rate, state = rates[rank], found[rank]["state"]
         what = f"{three_digits(rate / 1e12)} TFLOP/s, {1 - rate / median:.0%} below the median"

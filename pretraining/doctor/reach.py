@@ -47,7 +47,6 @@ HUB = "https://huggingface.co"
 SKEWED_SECONDS = 60
 """From here on times in events.jsonl and in a tracker are wrong; from REFUSED_SECONDS on S3 refuses requests."""
 REFUSED_SECONDS = 900
-PREPARE_ELSEWHERE = "prepare the data on another machine and copy it into --data_dir"
 Question = tuple[str, str]
 """(name of a check, what is to be reached); the same question is asked only once."""
 
@@ -56,8 +55,9 @@ def _own_name(launch: Launch) -> Finding:
     """Check the address of the machine's own name, on which gloo listens."""
     name, address = socket.gethostname(), host.own_address()
     chosen = os.environ.get(host.GLOO_INTERFACE)
-    leads = "leads to no address of this machine" if address is None else f"resolves to {address}"
-    what = f"{name} {leads}"
+    what = (
+        f"{name} leads to no address of this machine" if address is None else f"{name} resolves to {address}"
+    )
     if host.loopback_name() is None:  # the same judgement as that of `join_ranks`, which refuses
         what = f"{what}; GLOO_SOCKET_IFNAME is {chosen}" if chosen else f"{name} is {address}"
         return Finding("host name", FINE, what, values={"address": address})
@@ -98,10 +98,8 @@ def check_names(launch: Launch) -> Iterator[Finding]:
         if os.environ.get(variable, "").upper() == value:
             yield Finding("network", COSTS, f"{variable}={os.environ[variable]}: {why}", f"unset {variable}")
     if UNREAD in os.environ:
-        what = (
-            f"{UNREAD} changes nothing: torch 2.15 always holds what a collective uses until it is waited for"
-        )
-        yield Finding("network", FINE, what)
+        why = "torch 2.15 always holds what a collective uses until it is waited for"
+        yield Finding("network", FINE, f"{UNREAD} changes nothing: {why}")
     if meeting := os.environ.get("MASTER_ADDR"):
         try:
             socket.gethostbyname(meeting)
@@ -175,12 +173,10 @@ def questions_of(launch: Launch) -> dict[Question, Callable[[], Finding]]:
         for _, source in recipe.data.text_origins:
             subject, ask = _of_source(source)
             questions["data", subject] = ask
-        tokenizer = recipe.data.tokenizer
-        if isinstance(tokenizer, str):
+        if isinstance(tokenizer := recipe.data.tokenizer, str):
             questions["tokenizer", tokenizer] = partial(_tokenizer, tokenizer)
     # Needed by the run itself, prepared data or not.
-    scored = recipe.evaluation.hellaswag
-    if scored and not Path(scored).is_file():
+    if (scored := recipe.evaluation.hellaswag) and not Path(scored).is_file():
         questions["evaluation", scored] = partial(_repository, "evaluation", "dataset", scored)
     if address := recipe.checkpoints.upload:
         questions["upload", address] = partial(_upload, address)
@@ -202,9 +198,8 @@ def _of_source(source: TextOrigin) -> tuple[str, Callable[[], Finding]]:
         return repository, partial(_repository, "data", kind, repository)
 
     def count_files() -> Finding:  # of this machine, or of a store that fsspec reaches
-        if path is None:
-            return Finding("data", FINE, f"{name or source.called}: on this machine")
-        return Finding("data", FINE, f"{path}: {len(list_files(path)):,} files")
+        here = f"{name or source.called}: on this machine"
+        return Finding("data", FINE, f"{path}: {len(list_files(path)):,} files" if path is not None else here)
 
     return name or path or source.called, count_files
 
@@ -255,14 +250,13 @@ def _repository(check: str, kind: str, name: str) -> Finding:
     # what `HfApi.auth_check` asks, within a time of our own
     question = Request(f"{endpoint}/api/{kind}s/{quote(name)}/auth-check", headers=headers)
     try:
-        answer = urlopen(question, timeout=SECONDS)
+        with urlopen(question, timeout=SECONDS) as answer:
+            skewed = check_clock(answer.headers.get("date"))
     except HTTPError as error:
         return _refused(check, name, page, bool(token), error)
     except (OSError, HTTPException) as error:
         what = f"{name}: {endpoint} cannot be reached ({_reason(error)})"
         return Finding(check, BREAKS, what, _offline_remedy(check))
-    with answer:
-        skewed = check_clock(answer.headers.get("date"))
     return skewed or Finding(check, FINE, f"{name}: {endpoint} lets us read it")
 
 
@@ -288,7 +282,7 @@ def _refused(check: str, name: str, page: str, has_token: bool, error: HTTPError
 
 def check_clock(date: str | None) -> Finding | None:
     """Compare this clock with the date of a server's answer; None if it is right, or the server does not say."""
-    parsed = parsedate(date) if date else None
+    parsed = parsedate(date)
     ahead = time.time() - calendar.timegm(parsed) if parsed else 0.0
     if abs(ahead) < SKEWED_SECONDS:
         return None
@@ -344,5 +338,5 @@ def _offline_remedy(check: str) -> str:
     """Say what to do if the hub or a store does not answer."""
     ways = "export HF_ENDPOINT=ADDRESS of a mirror, or https_proxy=ADDRESS"
     if check in ("data", "tokenizer"):
-        return f"{ways}, or {PREPARE_ELSEWHERE}"
+        return f"{ways}, or prepare the data on another machine and copy it into --data_dir"
     return f"{ways}, or fetch it elsewhere and export HF_HOME=FOLDER HF_HUB_OFFLINE=1"

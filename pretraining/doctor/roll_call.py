@@ -172,11 +172,9 @@ class RollCall:
                     # asked rank by rank: `wait` would not say which key is missing
                     missing -= {rank for rank in missing if self._store.check([f"{name}/{rank}"])}
                     time.sleep(_POLL_SECONDS if missing else 0)
-                sent = (
-                    None if rank in missing else self._store.get(f"{name}/{rank}")
-                    for rank in range(self.size)
-                )
-                values = [None if each is None else json.loads(each) for each in sent]
+                values: list = [None] * self.size
+                for rank in set(range(self.size)) - missing:
+                    values[rank] = json.loads(self._store.get(f"{name}/{rank}"))
                 self._store.set(f"{name}/all", json.dumps(values))
             left = max(0.1, until - time.monotonic()) + GRACE_SECONDS
             self._store.wait([f"{name}/all"], timedelta(seconds=left))

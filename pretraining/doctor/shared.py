@@ -116,9 +116,8 @@ def _to_make_alike(key: str, usual: str) -> tuple[str, str]:
         return BREAKS, f"git checkout {commit} on every node, and have the same changes, or none, on each"
     if key in ("GPU", "GPU memory", "driver"):
         return COSTS, "take nodes of one kind: the slowest GPU sets the pace, the smallest the memory"
-    return BREAKS, as_typed(
-        "install the same on every node (pip install -r requirements.txt), or share one folder"
-    )
+    remedy = "install the same on every node (pip install -r requirements.txt), or share one folder"
+    return BREAKS, as_typed(remedy)
 
 
 def ask_for_the_time(call: RollCall) -> dict | None:
@@ -153,8 +152,6 @@ def ask_for_the_time(call: RollCall) -> dict | None:
 def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
     """Make one finding for each clock that is certainly wrong; one for all clocks if none is."""
     measured = {rank: each for rank, each in enumerate(found) if each is not None}
-    if not measured:
-        return []
     findings = []
     for rank, each in measured.items():
         ahead, bound = each["ahead_seconds"], each["bound_seconds"]
@@ -164,7 +161,7 @@ def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
             remedy = "set the clocks (chrony, ntpd): times of events, "
             remedy += "checkpoints and logs would not fit together"
             findings.append(Finding("clocks", COSTS, message, remedy, str(call.ranks[rank]), each))
-    if findings:
+    if findings or not measured:
         return findings
     most = max(measured.values(), key=lambda each: abs(each["ahead_seconds"]))
     apart, bound = abs(most["ahead_seconds"]), most["bound_seconds"]
@@ -270,13 +267,11 @@ def manifest_of(data_dir: Path | str, name: str) -> str | None:
         return data_dir  # an address is the same for every node
     folder = Path(data_dir) / name
     files = sorted(folder.glob("*.json"))
-    if not files:
-        return None
     digest = hashlib.blake2b(digest_size=8)
     # The manifests hold every shard's checksum: equal manifests are equal data.
     for path in files:
         digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
+    return digest.hexdigest() if files else None
 
 
 def judge_data(where: tuple[Path | str, str], call: RollCall, digests: list[str | None]) -> list[Finding]:
@@ -313,12 +308,11 @@ def measure_disk(
     values = {"all_ranks_write_bytes_per_second": writes, "all_ranks_read_bytes_per_second": reads}
     message = f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read "
     message += f"{num_bytes(reads)}/s"
-    if checkpoint_bytes is None:
-        return [Finding(check, FINE, message, values=values)]
-    saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
-    message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
-    if saving <= SAVE_SECONDS:
-        return [Finding(check, FINE, message, values=values)]
-    remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
-    remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
-    return [Finding(check, COSTS, message, remedy, values=values)]
+    remedy = ""
+    if checkpoint_bytes is not None:
+        saving = values["checkpoint_seconds"] = checkpoint_bytes / writes
+        message += f"; a checkpoint of {num_bytes(checkpoint_bytes)} takes {duration(saving)}"
+        if saving > SAVE_SECONDS:
+            remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
+            remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
+    return [Finding(check, COSTS if remedy else FINE, message, remedy, values=values)]

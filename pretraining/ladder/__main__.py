@@ -20,15 +20,7 @@ from pretraining.command_line import (
     positive_number,
 )
 from pretraining.errors import UserError, one_line_errors
-from pretraining.ladder.answers import (
-    answer_of,
-    as_text,
-    best_size,
-    best_to_serve,
-    compare,
-    fitted,
-    ladder_payload,
-)
+from pretraining.ladder import answers
 from pretraining.ladder.family import WIDEST, Choices, family_of
 from pretraining.ladder.fit import check_enough
 from pretraining.ladder.rungs import Rung, check_begun, commands_of, costs_of, measured, rungs_of
@@ -109,29 +101,30 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
             print(f"{len(rungs) - len(left)} of {len(rungs)} runs are finished", file=sys.stderr)
             return code, folder
         points, faults = measured(rungs)
-        values = fitted(target, points, [*faults, *(f"{name}: {why}" for name, why in failures.items())])
-        write_json(folder / FILE, values)
+        faults += [f"{name}: {why}" for name, why in failures.items()]
+        write_json(folder / FILE, answers.fitted(target, points, faults))
     ladder = read_ladder(str(folder.absolute()))
-    answer = answer_of(ladder)
+    answer = answers.answer_of(ladder)
     if keys := [change.key for change in changed_parts(target.to_dict(), ladder.values["recipe"])]:
         answer["notes"].append(f"the ladder is of another recipe ({listed(keys, ', ')}), and so is its loss")
     if options.flops:
-        answer["flops"] = best_size(ladder, target, options.flops) | {"budget": options.flops}
+        answer["flops"] = answers.best_size(ladder, target, options.flops) | {"budget": options.flops}
     if options.dollars:
-        best = best_size(ladder, target, options.dollars, find_gpu(options.gpu), options.world_size)
+        best = answers.best_size(ladder, target, options.dollars, find_gpu(options.gpu), options.world_size)
         answer["dollars"] = best | {"budget": options.dollars}
     if options.serve:
-        answer["serve"] = best_to_serve(ladder, target, options.serve) | {"served": options.serve}
+        answer["serve"] = answers.best_to_serve(ladder, target, options.serve) | {"served": options.serve}
     if rival:
-        answer["against"] = compare(ladder, rival)
+        answer["against"] = answers.compare(ladder, rival)
     for name in ("flops", "dollars", "serve"):
         if (times := answer.get(name, {}).get("tokens", 0) / ladder.most_tokens) > SEEN:
             what = "the law is not known there, and text that is read again counts less"
             answer["notes"].append(f"--{name}: has {times:,.0f} times the tokens of the longest run: {what}")
     if not options.show:
-        page = page_text(ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
+        page = page_text(answers.ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
         write_page(folder / "ladder.html", page)
-    print(json.dumps(answer, indent=2) if options.json else as_text(answer, ladder.values), flush=True)
+    text = json.dumps(answer, indent=2) if options.json else answers.as_text(answer, ladder.values)
+    print(text, flush=True)
     if failures:
         name, failure = next(iter(failures.items()))
         raise UserError(f"{len(failures)} of {len(rungs)} runs failed; {name}: {failure}")
@@ -160,13 +153,10 @@ def _costs_text(costs: dict[str, Any]) -> str:
     total = {**empty, **costs["ladder"], "name": "ladder", "runs": runs}
     rows = [*costs["rows"], total, {**empty, **costs["target"], "name": "recipe"}]
     share = costs["ladder"]["flops"] / costs["target"]["flops"]
-    notes = "".join(f"note: {note}\n" for note in costs["notes"])
-    starts = (
-        ""
-        if total["hours"] is None
-        else "; hours and dollars are of steps alone, without the starts of the runs"
-    )
-    return f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe{starts}\n{notes}"
+    text = f"{write_table(COSTS, rows)}\nthe ladder takes {share:.1%} of the FLOPs of its recipe"
+    if total["hours"] is not None:
+        text += "; hours and dollars are of steps alone, without the starts of the runs"
+    return "".join([text, "\n", *(f"note: {note}\n" for note in costs["notes"])])
 
 
 def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:

@@ -181,7 +181,7 @@ def compare(ours: Ladder, theirs: Ladder) -> dict[str, Any]:
     first, second = ours.values, theirs.values
     if first["recipe"]["data"]["tokenizer"] != second["recipe"]["data"]["tokenizer"]:
         raise UserError(f"--against {theirs.file}: has another tokenizer, whose losses cannot be compared")
-    texts = [_validation_text(ladder.values["recipe"]) for ladder in (ours, theirs)]
+    texts = [_validation_text(values["recipe"]) for values in (first, second)]
     if others := [key for key in texts[0] if texts[0][key] != texts[1].get(key)]:
         what = f"its losses are of other text ({', '.join(others)}); give both the same data.validation"
         raise UserError(f"--against {theirs.file}: {what}, validation_share 0 and a known tokenizer")
@@ -227,7 +227,6 @@ def _validation_text(recipe: dict) -> dict[str, Any]:
 
 
 def as_text(answer: dict[str, Any], values: dict[str, Any]) -> str:
-    """Write runs and answers on one screen."""
     return f"{write_table(ROWS, answer['rows'])}\n\n{facts(rows_of(answer, values))}"
 
 
@@ -254,9 +253,9 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
         rows.append((name.removesuffix("_loss"), f"loss {Expected(**each).words}"))
     for name, each in answer["scores"].items():
         rows.append((name, f"{each['score']:.3f} ({each['low']:.3f} to {each['high']:.3f})"))
-    for name, (value, low, high) in answer["best"].items():
-        write = three_digits if name == "rate" else short
-        rows.append((f"best {name}", f"{write(value)} ({write(low)} to {write(high)})"))
+    for name, best in answer["best"].items():
+        value, low, high = map(three_digits if name == "rate" else short, best)
+        rows.append((f"best {name}", f"{value} ({low} to {high})"))
     for name, what in (("flops", "FLOPs"), ("dollars", "")):
         if best := answer.get(name):
             budget = f"{best['budget']:.3g} {what}" if what else dollars(best["budget"])
@@ -267,7 +266,12 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
         words = f"width {best['width']}, {_sized(best)}: the same loss for {best['saved']:.0%} less"
         rows.append((f"to serve {short(best['served'])}", words))
     if found := answer.get("against"):
-        rows.append(("against", _against_words(found)))
+        first, second = found["names"]
+        text = f"{found['losses'][0]:.4f} and {found['losses'][1]:.4f} at the same compute; {first} is "
+        text += f"{found['difference']:+.2%} off {second} ({found['low']:+.2%} to {found['high']:+.2%}): "
+        won = f"{found['winner']} wins, in {found['sure']:.0%} of the draws"
+        unknown = "below the noise of the ladders, so neither is known to win"
+        rows.append(("against", text + (won if found["winner"] else unknown)))
     return rows + [("note", note) for note in answer["notes"]]
 
 
@@ -300,12 +304,3 @@ def ladder_payload(ladder: Ladder, answer: dict[str, Any]) -> dict[str, Any]:
 
 def _sized(values: dict[str, Any]) -> str:
     return f"{short(values['parameters'])} parameters in matrices on {short(values['tokens'])} tokens"
-
-
-def _against_words(found: dict[str, Any]) -> str:
-    first, second = found["names"]
-    losses = f"{found['losses'][0]:.4f} and {found['losses'][1]:.4f} at the same compute"
-    span = f"{first} is {found['difference']:+.2%} off {second} ({found['low']:+.2%} to {found['high']:+.2%})"
-    if found["winner"] is None:
-        return f"{losses}; {span}: below the noise of the ladders, so neither is known to win"
-    return f"{losses}; {span}: {found['winner']} wins, in {found['sure']:.0%} of the draws"

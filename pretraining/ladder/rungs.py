@@ -112,13 +112,8 @@ def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size:
     for member, group in groupby(rungs, key=attrgetter("member")):
         runs, recipe = list(group), member.recipe
         tokens = sum(rung.steps for rung in runs) * recipe.tokens_per_step
-        row = {
-            "name": member.name,
-            "runs": len(runs),
-            "tokens": runs[0].tokens,
-            "parameters": member.parameters,
-            "layers": widths_of(recipe.model).layers,
-        }
+        row = {"name": member.name, "runs": len(runs), "tokens": runs[0].tokens}
+        row |= {"parameters": member.parameters, "layers": widths_of(recipe.model).layers}
         row |= {"tokens_per_step": recipe.tokens_per_step, "learning_rate": recipe.training.learning_rate}
         rows.append(row | _cost(recipe, tokens, gpu, world_size))
     sums = {key: [row[key] for row in rows] for key in ("flops", "hours", "dollars")}

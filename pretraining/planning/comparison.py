@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
-from pretraining.outside.files import COUNT, read_json_value
+from pretraining.outside.files import COUNT, object_of, read_json_value
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -166,9 +166,8 @@ def _observed(run: RunFolder) -> dict[str, float]:
     checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
     if checkpoints:
         # a node without a shared disk may hold a part of the files that the marker names
-        sizes = {
-            path.name: path.stat().st_size for path in checkpoints[-1].parent.rglob("*") if path.is_file()
-        }
+        here = (path for path in checkpoints[-1].parent.rglob("*") if path.is_file())
+        sizes = {path.name: path.stat().st_size for path in here}
         try:
             files = check(read_json_value(checkpoints[-1]), _MARKER, str(checkpoints[-1])).get("files", {})
         except (OSError, ValueError, UserError):  # damaged, which the next start reports
@@ -178,11 +177,8 @@ def _observed(run: RunFolder) -> dict[str, float]:
     return observed
 
 
-_FILE = {"type": "object", "required": ["bytes"], "properties": {"bytes": COUNT}}
-_MARKER = {
-    "type": "object",
-    "properties": {"files": {"type": "object", "patternProperties": {"(?s:.*)": _FILE}}},
-}
+_FILES = {"type": "object", "patternProperties": {"(?s:.*)": object_of({"bytes": COUNT})}}
+_MARKER = {"type": "object", "properties": {"files": _FILES}}
 
 
 class CompareVerb:

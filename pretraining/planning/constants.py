@@ -49,63 +49,43 @@ _PASSES = {"forward?": NOT_NEGATIVE, "backward?": NOT_NEGATIVE}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}
 
+_OFFER = dict.fromkeys(("gpu", "provider", "place", "date", "source"), TEXT)
 # fields of `gpus.Gpu`
-_GPU = "memory_bytes memory_bandwidth_bytes_per_second link_bytes_per_second pcie_bytes_per_second"
-_GPU = (*_GPU.split(), "network_bits_per_second", "watts", "gpus_per_node")
+_NUMBERS = "memory_bytes memory_bandwidth_bytes_per_second link_bytes_per_second pcie_bytes_per_second"
+_GPU: dict[str, Any] = dict.fromkeys(_NUMBERS.split(), POSITIVE)
+_GPU |= dict.fromkeys(("network_bits_per_second", "watts", "gpus_per_node"), POSITIVE)
+_GPU |= {"dense_peak_tflops": {ANY: POSITIVE}, **dict.fromkeys(("architecture?", "link?"), TEXT)}
+_GPU |= dict.fromkeys(("aliases?", "assumed?"), TEXTS)
+# by the kind of GPU; `*` is for those that have no entry
+_SHARES = {"*": _value(SHARE), ANY: _value(SHARE)}
 _ASSUMED = ("cuda_context_bytes", "nccl_bytes", "fragmentation", "processor_bytes", "host_process_bytes")
 
 SHAPES: dict[str, Any] = {
     "cuda": {ANY: {"least_driver": POSITIVE, "least_capability": POSITIVE}},
-    "gpus": {
-        "gpus": {
-            ANY: {
-                "dense_peak_tflops": {ANY: POSITIVE},
-                **dict.fromkeys(_GPU, POSITIVE),
-                "aliases?": TEXTS,
-                "architecture?": TEXT,
-                "link?": TEXT,
-                "assumed?": TEXTS,
-            }
-        }
-    },
+    "gpus": {"gpus": {ANY: _GPU}},
     "kernels": {
         "layers": {
             "gpt2": _layers("hidden", "inner"),
-            "llama": _layers(*_DENSE),
-            "qwen3": _layers(*_DENSE),
-            "mixtral": _layers(*_MIXTURE),
-            "qwen3_moe": _layers(*_MIXTURE),
-            "mixtral split": _layers(*_SPLIT),
-            "qwen3_moe split": _layers(*_SPLIT),
+            **dict.fromkeys(("llama", "qwen3"), _layers(*_DENSE)),
+            **dict.fromkeys(("mixtral", "qwen3_moe"), _layers(*_MIXTURE)),
+            **dict.fromkeys(("mixtral split", "qwen3_moe split"), _layers(*_SPLIT)),
         },
         "activations": {ANY: {"eager?": _PASSES, "compiled?": _PASSES}},
         "loss": {
             "fused": _loss("logit", "hidden", "head", "head a chunk"),
-            "chunked": _loss("logit"),
-            "plain": _loss("logit"),
+            **dict.fromkeys(("chunked", "plain"), _loss("logit")),
         },
         # ZeRO stages, as JSON keys
         "engines": dict.fromkeys("0123", _ENGINE),
     },
     "memory": {
         **dict.fromkeys(_ASSUMED, _value(NOT_NEGATIVE)),
-        "host_bandwidth_bytes_per_second": _value(POSITIVE),
-        "nvme_bytes_per_second": _value(POSITIVE),
+        **dict.fromkeys(("host_bandwidth_bytes_per_second", "nvme_bytes_per_second"), _value(POSITIVE)),
     },
-    "prices": {
-        "prices": [
-            {
-                **dict.fromkeys(("gpu", "provider", "place", "date", "source"), TEXT),
-                "dollars_per_gpu_hour": POSITIVE,
-            }
-        ]
-    },
+    "prices": {"prices": [{**_OFFER, "dollars_per_gpu_hour": POSITIVE}]},
     "rates": {
         "mfu": {"*": {"value": SHARE, "source": TEXT}, ANY: {"value": SHARE, "source": TEXT}},
-        # by the kind of GPU; `*` is for those that have no entry
-        "sustained": {
-            name: {"*": _value(SHARE), ANY: _value(SHARE)} for name in ("products", "attention", "memory")
-        },
+        "sustained": dict.fromkeys(("products", "attention", "memory"), _SHARES),
         "expected": {
             "products": {"widths": NUMBERS, "value": NUMBERS},
             "attention": {"lengths": NUMBERS, "value": [{"head_size": POSITIVE, "value": NUMBERS}]},
@@ -114,8 +94,7 @@ SHAPES: dict[str, Any] = {
         },
         "kernel_efficiency": _value(SHARE),
         "launch_seconds_per_layer": _value(NOT_NEGATIVE),
-        "power_usage_effectiveness": _value(POSITIVE),
-        "gpu_hours_between_failures": _value(POSITIVE),
+        **dict.fromkeys(("power_usage_effectiveness", "gpu_hours_between_failures"), _value(POSITIVE)),
         "disk_bytes_per_second": _value(POSITIVE),
     },
     "scaling_laws": {
@@ -162,9 +141,8 @@ def table(name: str) -> dict:
         for key in ("parameters", "tokens"):
             low, high = values["fitted_on"][key][:2]
             if low > high:
-                raise problem(
-                    where, f"fitted_on.{key}", f"{low:g} is above {high:g}; write the smaller first"
-                )
+                what = f"{low:g} is above {high:g}; write the smaller first"
+                raise problem(where, f"fitted_on.{key}", what)
         for approach, rows in values["frontiers"].items():
             if len(rows["parameters"]) != len(rows["flops"]):
                 what = "parameters and flops differ in length; pair them"
@@ -172,9 +150,8 @@ def table(name: str) -> dict:
             for key in ("parameters", "flops"):
                 # a power law is fitted through them
                 if len(set(rows[key])) < 2:
-                    raise problem(
-                        where, f"frontiers.{approach}.{key}", "are all the same; write different ones"
-                    )
+                    what = "are all the same; write different ones"
+                    raise problem(where, f"frontiers.{approach}.{key}", what)
     return values
 
 

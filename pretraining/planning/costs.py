@@ -18,13 +18,7 @@ from pretraining.planning.quantities import (
     share,
     short,
 )
-from pretraining.planning.run_plan import (
-    RunPlan,
-    build_run_plan,
-    checkpoints_written,
-    save_every,
-    token_bytes,
-)
+from pretraining.planning.run_plan import RunPlan, build_run_plan, checkpoints_written, save_every
 from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, setup_of
 from pretraining.planning.throughput import (
     ESTIMATED,
@@ -91,20 +85,18 @@ class CheckpointCost:
         return min(self.steps, round(steps / digits) * digits)
 
     @property
+    def best_lost_share(self) -> float:
+        return self.lost_share(self.best_every_steps * self.step_seconds)
+
+    @property
     def is_worth_changing(self) -> bool:
         """Return whether the best interval would save a notable share of the time."""
-        best = self.lost_share(self.best_every_steps * self.step_seconds)
-        return self.lost_share(self.every_seconds) - best > NOTABLE
+        return self.lost_share(self.every_seconds) - self.best_lost_share > NOTABLE
 
     def to_dict(self) -> dict:
-        return {
-            **asdict(self),
-            "lost_share": self.lost_share(self.every_seconds),
-            "best_every_seconds": self.best_every_seconds,
-            "best_every_steps": self.best_every_steps,
-            "best_lost_share": self.lost_share(self.best_every_steps * self.step_seconds),
-            "is_worth_changing": self.is_worth_changing,
-        }
+        derived = ("best_every_seconds", "best_every_steps", "best_lost_share", "is_worth_changing")
+        values = {name: getattr(self, name) for name in derived}
+        return {**asdict(self), "lost_share": self.lost_share(self.every_seconds), **values}
 
 
 def cost_of_checkpoints(plan: RunPlan, step_seconds: float, gpu: Gpu) -> CheckpointCost | None:
@@ -150,8 +142,7 @@ def failure_words(saved: dict) -> str:
 
 def write_words(saved: dict) -> str:
     """Write how long a checkpoint takes to write, if the disk was measured; nothing if its rate is assumed."""
-    disk = saved["disk"]
-    if disk is None:
+    if (disk := saved["disk"]) is None:
         return ""
     rate = f"{num_bytes(disk['value'])}/s to {disk['where']}, measured here on {disk['date']}"
     return f", {duration(saved['write_seconds'])} to write ({rate})"
@@ -266,23 +257,22 @@ def forecast(
     if isinstance(setup, BareSize):
         # 6 N (Kaplan et al. 2020), and 2 N more for another forward pass if the layers are recomputed
         flops, precision = 6 * setup.parameters, precision or gpu.training_precision
+    else:
+        flops, precision = setup.flops.training, precision or setup.recipe.training.product_precision
+    # tokens per second at an MFU of 1
+    at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
+    if isinstance(setup, BareSize):
         # only a size is known: no recipe to count kernels of
         used = expected_utilization(gpu, int(setup.parameters), recomputation=8 / 6)
         used = Utilization(mfu, "given", assumed=False) if mfu else used
-        at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
         rate = expected_rate = at_peak * used.mfu
     else:
-        recipe, flops = setup.recipe, setup.flops.training
-        precision = precision or recipe.training.product_precision
-        price = price or recipe.report.dollars_per_gpu_hour
+        recipe, price = setup.recipe, price or setup.recipe.report.dollars_per_gpu_hour
         time = step_time(setup, gpu, mfu, precision)
         used = time.utilization
-        # tokens per second at an MFU of 1
-        at_peak = tokens_per_second(flops, num_gpus, gpu.peak_flops(precision), 1.0)
         if mfu:
             # a given utilization is that of whole steps, so recomputation is not taken off again
-            seconds = flops * recipe.tokens_per_step / (num_gpus * gpu.peak_flops(precision) * mfu)
-            time = replace(time, compute_seconds=seconds)
+            time = replace(time, compute_seconds=recipe.tokens_per_step / (at_peak * mfu))
         # a measured or given utilization includes the messages already, an assumed one does not
         rate = recipe.tokens_per_step / (time.seconds if used.assumed else time.compute_seconds)
         expected_rate = rate
@@ -296,7 +286,7 @@ def forecast(
             seconds=seconds,
             time=time,
             # loaders read token shards: 2 or 4 bytes a token
-            loader_bytes_per_second=rate * token_bytes(recipe.model.vocab_size),
+            loader_bytes_per_second=rate * plan.data_bytes / plan.unique_tokens,
             checkpoints=cost_of_checkpoints(plan, seconds, gpu),
             disk=plan.disk,
         )
@@ -310,7 +300,6 @@ def forecast(
         num_gpus=num_gpus,
         precision=precision,
         utilization=used,
-        # derived from the rate, so that it includes messages and offload
         mfu=rate / at_peak,
         expected=expected,
         tokens_per_second=rate,
@@ -363,7 +352,6 @@ class CostVerb:
         add("--price", type=amount, metavar="DOLLARS", help="per GPU-hour, instead of the table's")
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Return the forecast."""
         setup, gpu = setup_of(options), find_gpu(options.gpu)
         # a recipe has its own budget; --parameters has none
         if not setup.tokens:
@@ -459,11 +447,10 @@ def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
     """Write what is assumed about several nodes; nothing for one node."""
     if scaling is None:
         return []
-    # the text after the number of nodes is `throughput.scaling_over_nodes`'s
     return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
 
 
 def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:
-    names = {name: name for name in disk} | {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
-    parts = ", ".join(f"{num_bytes(size)} for {names[name]}" for name, size in disk.items())
+    names = {"checkpoints kept": several(checkpoints_kept, "checkpoint")}
+    parts = ", ".join(f"{num_bytes(size)} for {names.get(name, name)}" for name, size in disk.items())
     return f"{num_bytes(sum(disk.values()))}: {parts}"

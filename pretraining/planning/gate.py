@@ -111,10 +111,10 @@ def _memory(case: _Case) -> Objection | None:
         what += f", this machine has {num_bytes(there)} of memory"
         # without a GPU, so that no speed decides: the table has none for processors
         fit = nearest_fit(case.setup, lambda need: ranks * need.on_processor <= there)
-        if fit is None:
-            remedy = "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
-            return Objection(what, remedy)
-        return Objection(what, f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}")
+        remedy = "no stage or micro-batch fits: take a smaller model, or a machine with more memory"
+        if fit is not None:
+            remedy = f"this fits ({num_bytes(fit.need.on_processor)} each): {fit.arguments}"
+        return Objection(what, remedy)
     if case.limit is None or case.need.total <= case.limit:
         return None
     part, ranks = case.need.largest, case.setup.world_size
@@ -184,18 +184,13 @@ def _placement(case: _Case) -> Objection | None:
     node = case.machine.ranks_per_host if case.machine.ranks_per_host > 1 else gpu.gpus_per_node
     gpu = replace(gpu, gpus_per_node=node)
     # the ranks of the groups that wait, and how far apart they are
-    groups = {
-        TENSOR: (degrees.tensor, 1),
-        SEQUENCE: (degrees.sequence, degrees.tensor),
-        EXPERT: (degrees.expert, degrees.tensor),
-    }
+    inner = degrees.tensor
+    groups = {TENSOR: (inner, 1), SEQUENCE: (degrees.sequence, inner), EXPERT: (degrees.expert, inner)}
     outside = [name for name, group in groups.items() if spans_nodes(*group, node)]
-    if case.setup.world_size <= node:
-        return None
     # long sequences may need more ranks than a node has, layers never do
     if degrees.ranks_per_sample > node:
         outside = [name for name in outside if name == TENSOR]
-    if not outside:
+    if not outside or case.setup.world_size <= node:
         return None
     as_one = replace(gpu, gpus_per_node=case.setup.world_size)
     seconds, inside = (
@@ -210,7 +205,7 @@ def _placement(case: _Case) -> Objection | None:
 def _links(case: _Case) -> Objection | None:
     """Warn about messages that take longer than the products, if other micro-batches or recomputation are faster."""
     gpu, time = case.machine.gpu, case.step
-    if gpu is None or time is None or case.limit is None:
+    if time is None or case.limit is None:
         return None
     if time.bound_by != "links" or case.need.total > case.limit:
         return None
@@ -253,9 +248,8 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
             remedy = "--set training.lr_scheduler_type=constant_with_warmup, or --set training.warmup_steps=0"
             yield Objection(what, remedy)
     elif given >= steps or given < needed:
-        what = (
-            f"warm-up of {given} steps is short for this size: the optimizer's running means are not settled"
-        )
+        short = "is short for this size: the optimizer's running means are not settled"
+        what = f"warm-up of {given} steps {short}"
         if given >= steps:
             what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"
             needed = max(1, steps // 10)
@@ -290,9 +284,7 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
         what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}"
         what = f"{what}, the run has {several(steps, 'step')}"
         yield Objection(what, f"--set training.save_steps={max(1, steps // 10)}")
-    if gpu is None or case.step is None:
-        return
-    saved = cost_of_checkpoints(case.plan, case.step.seconds, gpu)
+    saved = cost_of_checkpoints(case.plan, case.step.seconds, gpu) if case.step else None
     if saved is None or saved.written < MANY_CHECKPOINTS:
         return
     best = saved.best_every_seconds
@@ -321,12 +313,10 @@ def _borders(case: _Case) -> Objection | None:
         if (width := model.get(key)) and width % GROUPED:
             return Objection(f"model.{key} {width} leaves experts' rows {stops}", remedy)
     stage = case.setup.stage
-    if stage not in (1, 2):
-        return None
     # norms and biases, which do not decay, have a buffer of their own
     flat = (each for each in parameter_tensors(model) if each.part != "norms")
     odd = next((each for each in flat if each.numel % GROUPED and not each.name.endswith("bias")), None)
-    if odd is None:
+    if odd is None or stage not in (1, 2):
         return None
     what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{stage} the experts"
     return Objection(f"{what} behind it begin {stops}", f"--deepspeed zero3; or {remedy}")
@@ -334,12 +324,8 @@ def _borders(case: _Case) -> Objection | None:
 
 def _way_warnings(case: _Case) -> Iterator[Objection]:
     """Warn about what slows every step and is not needed: experts one by one, a batch, a stage, offload, buckets."""
-    recipe, config, on_gpus, precision = (
-        case.recipe,
-        case.ds_config,
-        case.limit is not None,
-        case.setup.precision,
-    )
+    recipe, config, on_gpus = case.recipe, case.ds_config, case.limit is not None
+    precision, stage, several_gpus = case.setup.precision, case.setup.stage, case.setup.world_size > 1
     has_router = any(tensor.kind == ROUTER for tensor in parameter_tensors(recipe.model))
     # grouped products need bf16 weights; autocast does not help (transformers 5.24, integrations/moe.py `_grouped_mm`)
     if on_gpus and has_router and (precision.name != "bf16" or precision.is_autocast):
@@ -354,7 +340,6 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
     if recipe.micro_batch <= 1 and case.setup.accumulation <= 1:
         what = "one sequence a GPU and step, without accumulation: small kernels, and a message after each"
         yield Objection(what, "use fewer GPUs, or a larger budget.tokens_per_step")
-    stage, several_gpus = case.setup.stage, case.setup.world_size > 1
     offloads = optimizer_device(config) != "gpu" or parameter_device(config) != "gpu"
     # the links are known and carry a step's messages well within the time of its products
     time = case.step
@@ -373,11 +358,8 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
     # only messages between GPUs are slowed by latency
     if on_gpus and several_gpus and stage >= 2:
         bucket = reduce_bucket(config, value_of(recipe.model, "hidden_size"), case.setup.held)
-        experts = case.setup.degrees.expert
-        numels = [
-            each.numel // (experts if each.part == "experts" else 1)
-            for each in parameter_tensors(recipe.model)
-        ]
+        ranks = {"experts": case.setup.degrees.expert}
+        numels = [each.numel // ranks.get(each.part, 1) for each in parameter_tensors(recipe.model)]
         # a parameter that is larger than the bucket is a message of its own
         alone = [numel for numel in numels if numel > bucket]
         messages = len(alone) + (sum(numels) - sum(alone)) / bucket

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import re
 import socket
@@ -11,14 +10,15 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from pretraining.errors import UserError
+from pretraining.outside.files import TEXT, object_of
 from pretraining.planning.constants import table
 from pretraining.planning.quantities import dollars, num_bytes, three_digits
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import utc_now
 from pretraining.runtime.table import Column, facts, write_table
+from pretraining.schema import fits
 
 FILE = "pretraining/planning/tables/gpus.json"
 FOLDER_VARIABLE = "PRETRAINING_DOCTOR_FOLDER"
@@ -28,6 +28,8 @@ RATES = {
     "product_flops": "a GPU reaches in large 16-bit products, in FLOPs per second",
 }
 """Rates that may be kept: name -> meaning."""
+# plans print all three; below 1 a second, and not finite, is no measurement
+RATE = object_of({"value": {"type": "number", "minimum": 1, "maximum": 1e300}, "where": TEXT, "date": TEXT})
 TABLE_NOTE = """
 Peaks are dense TFLOPS; links are per GPU and direction. From pretraining/planning/tables/, which you may edit."""
 
@@ -63,10 +65,8 @@ class Gpu:
         """Return dense peak in FLOPs per second; `UserError` if the GPU has no such precision."""
         if precision not in self.dense_peak_flops:
             known = ", ".join(self.dense_peak_flops)
-            raise UserError(
-                f"{self.name} has no {precision} peak in {FILE}; it has {known}; choose another GPU, or another "
-                "precision (training.bf16, training.fp16, training.tf32)"
-            )
+            remedy = "choose another GPU, or another precision (training.bf16, training.fp16, training.tf32)"
+            raise UserError(f"{self.name} has no {precision} peak in {FILE}; it has {known}; {remedy}")
         return self.dense_peak_flops[precision]
 
     @property
@@ -124,10 +124,9 @@ def _plain(name: str) -> str:
 def _rates_file() -> Path:
     """Return the file of this host, in $PRETRAINING_DOCTOR_FOLDER or ~/.cache/pretraining/doctor."""
     caches = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME') or Path.home()}/.cache"
+    folder = os.environ.get(FOLDER_VARIABLE) or f"{caches}/pretraining/doctor"
     # a home on a network disk is shared between hosts, so each host has a file of its own
-    return Path(
-        os.environ.get(FOLDER_VARIABLE) or f"{caches}/pretraining/doctor", f"{socket.gethostname()}.json"
-    )
+    return Path(folder, f"{socket.gethostname()}.json")
 
 
 def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: int) -> Path:
@@ -149,18 +148,9 @@ def keep_rates(rates: dict[str, float], where: str, gpu: str | None, num_gpus: i
 def kept_rates(gpu: str | None, num_gpus: int) -> dict[str, dict]:
     """Return {"value", "where", "date"} of each rate that was measured on this host beside these GPUs."""
     entries = _read_rates(_rates_file()).get(_machine(gpu, num_gpus))
-
-    def is_rate(entry: Any) -> bool:
-        if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
-            return False
-        # plans print both
-        words = all(isinstance(entry.get(name), str) for name in ("where", "date"))
-        # below 1 a second, and not finite, is no measurement
-        return words and 1 <= entry["value"] < math.inf
-
     # the file may be damaged or edited: whatever is no rate is left out
     entries = entries if isinstance(entries, dict) else {}
-    return {name: entries[name] for name in RATES if is_rate(entries.get(name))}
+    return {name: entries[name] for name in RATES if name in entries and fits(entries[name], RATE)}
 
 
 def _machine(gpu: str | None, num_gpus: int) -> str:
@@ -221,14 +211,13 @@ class GpusVerb:
         return facts(rows)
 
 
+def _peak_column(name: str) -> Column:
+    return Column(name, lambda gpu: gpu["dense_peak_flops"].get(name), lambda peak: three_digits(peak / 1e12))
+
+
 COLUMNS = (
     Column("GPU", "name"),
-    *(
-        Column(
-            name, lambda gpu, n=name: gpu["dense_peak_flops"].get(n), lambda peak: three_digits(peak / 1e12)
-        )
-        for name in ("bf16", "fp16", "fp8")
-    ),
+    *map(_peak_column, ("bf16", "fp16", "fp8")),
     Column("memory", "memory_bytes", num_bytes),
     Column("bandwidth/s", "memory_bandwidth_bytes_per_second", num_bytes),
     Column("link", "link"),

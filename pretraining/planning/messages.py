@@ -26,8 +26,7 @@ of the feed-forward part; backward the gradient of the input of each matrix whos
 
 
 TABLE_SUMS = 2
-"""All-reduces outside the layers (model/parallel.py): the embeddings, and the gradient of the head's input.
-"""
+"""All-reduces outside the layers (model/parallel.py): the embeddings, and the gradient of the head's input."""
 OF_NORMALISER = 8
 """Bytes of each token that a rank sends to the others for the loss: log Z and the target's logit, in fp32."""
 

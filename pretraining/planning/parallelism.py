@@ -9,6 +9,7 @@ own, so that the curve is another one.
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, replace
+from itertools import product
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
@@ -131,11 +132,9 @@ def layouts(cluster: Cluster) -> list[ParallelLayout]:
         tried.append(layout)
     if not tried:
         widths, sequences = widths_of(cluster.model), cluster.sequences
-        raise UserError(
-            f"no layout divides {cluster.num_gpus:,} GPUs: {widths.layers} layers, {widths.heads} heads "
-            f"and {sequences:,} sequences a step have no common split with them; "
-            f"take a number of GPUs that divides {sequences:,}"
-        )
+        what = f"{widths.layers} layers, {widths.heads} heads and {sequences:,} sequences a step"
+        what += f" have no common split with them; take a number of GPUs that divides {sequences:,}"
+        raise UserError(f"no layout divides {cluster.num_gpus:,} GPUs: {what}")
     fitting = [layout for layout in tried if layout.memory.total <= gpu.memory_bytes]
     if not fitting:
         best = min(tried, key=lambda layout: layout.memory.total)
@@ -161,16 +160,14 @@ def _divisions(cluster: Cluster) -> Iterator[Division]:
     # ring attention gives each GPU two pieces of a sequence, so that all have the same work under the causal mask
     longest = max(1, length // SHORTEST_CONTEXT_SHARD)
     contexts = [2**n for n in range(longest.bit_length()) if length % (2 * 2**n) == 0 or n == 0]
-    for tensor in tensors:
-        for pipeline in pipelines:
-            for context in contexts:
-                data, rest = divmod(cluster.num_gpus, tensor * pipeline * context)
-                # every GPU has work, and every pipeline gets the same number of sequences
-                if data == 0 or rest or cluster.sequences % data:
-                    continue
-                of_pipeline = cluster.sequences // data
-                for micro_batch in (n for n in MICRO_BATCHES if of_pipeline % n == 0):
-                    yield Division(data, tensor, pipeline, context, micro_batch)
+    for tensor, pipeline, context in product(tensors, pipelines, contexts):
+        data, rest = divmod(cluster.num_gpus, tensor * pipeline * context)
+        # every GPU has work, and every pipeline gets the same number of sequences
+        if data == 0 or rest or cluster.sequences % data:
+            continue
+        of_pipeline = cluster.sequences // data
+        for micro_batch in (n for n in MICRO_BATCHES if of_pipeline % n == 0):
+            yield Division(data, tensor, pipeline, context, micro_batch)
 
 
 def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
@@ -183,9 +180,9 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     # (p - 1) / m (Narayanan et al. 2021, section 2.2)
     bubble = (pipeline - 1) / microbatches
     counted = flops_per_token(size, cluster.sequence_length)
-    per_token = counted.hardware if recompute else counted.training
     # seconds without bubbles and messages
-    ideal = per_token * cluster.sequences * cluster.sequence_length
+    ideal = counted.hardware if recompute else counted.training
+    ideal *= cluster.sequences * cluster.sequence_length
     ideal /= cluster.num_gpus * (gpu.peak_flops(gpu.training_precision) * cluster.kernel_efficiency)
     # the bubble counts as extra passes, in messages as in products
     passes = microbatches * (1 + bubble)
@@ -206,13 +203,15 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
         inside = gpu.link_bytes_per_second
         return inside if group <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
 
-    compute_seconds = ideal * (1 + bubble)
-    # tensor ranks are neighbours inside a node (`_divisions`)
-    tensor_seconds = passes * layers * tensor_bytes / gpu.link_bytes_per_second
-    context_seconds = passes * layers * context_bytes / link(tensor * context)
-    # stages are the outermost dimension: with several nodes, some neighbours are in different ones
-    pipeline_seconds = passes * pipeline_bytes / link(cluster.num_gpus)
-    data_seconds = data_bytes / link(shards * tensor)
+    seconds = {
+        "compute_seconds": ideal * (1 + bubble),
+        # tensor ranks are neighbours inside a node (`_divisions`)
+        "tensor_seconds": passes * layers * tensor_bytes / gpu.link_bytes_per_second,
+        "context_seconds": passes * layers * context_bytes / link(tensor * context),
+        # stages are the outermost dimension: with several nodes, some neighbours are in different ones
+        "pipeline_seconds": passes * pipeline_bytes / link(cluster.num_gpus),
+        "data_seconds": data_bytes / link(shards * tensor),
+    }
     return ParallelLayout(
         **asdict(division),
         microbatches=microbatches,
@@ -220,12 +219,8 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
         layers_per_stage=layers,
         bubble=bubble,
         memory=memory,
-        compute_seconds=compute_seconds,
-        tensor_seconds=tensor_seconds,
-        context_seconds=context_seconds,
-        pipeline_seconds=pipeline_seconds,
-        data_seconds=data_seconds,
-        step_seconds=compute_seconds + (tensor_seconds + context_seconds + pipeline_seconds + data_seconds),
+        **seconds,
+        step_seconds=sum(seconds.values()),
     )
 
 
@@ -291,9 +286,8 @@ class ParallelismVerb:
         setup, gpu = setup_of(options), find_gpu(options.gpu)
         # --parameters gives a size alone: no heads, widths or layers
         if isinstance(setup, BareSize):
-            raise UserError(
-                "layouts need the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
-            )
+            remedy = "give --recipe NAME or --model NAME (and --set to change it)"
+            raise UserError(f"layouts need the model's shape: {remedy}")
         recipe, num_gpus = setup.recipe, setup.world_size
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
         optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))

@@ -176,15 +176,9 @@ class RunPlan:
         values = asdict(replace(self, setup=None, machine=None, verdict=None))
         for name in ("setup", "machine", "verdict"):  # they have files and events of their own
             del values[name]
-        return {
-            **values,
-            "parameters": self.parameters,
-            "tokens_per_parameter": self.tokens_per_parameter,
-            "model_state": self.model_state.to_dict(),
-            "checkpoint_disk_bytes": self.checkpoint_disk_bytes,
-            "disk": self.disk,
-            "disk_bytes": self.disk_bytes,
-        }
+        derived = ("parameters", "tokens_per_parameter", "checkpoint_disk_bytes", "disk", "disk_bytes")
+        values |= {name: getattr(self, name) for name in derived}
+        return values | {"model_state": self.model_state.to_dict()}
 
 
 def build_run_plan(setup: Setup) -> RunPlan:
@@ -222,22 +216,16 @@ def build_run_plan(setup: Setup) -> RunPlan:
         weights_kept=written - kept if rule.demote_to_weights else 0,
         export_bytes=width * size.total + (FP32 - width) * sum(tensor.numel for tensor in setup.wide),
         unique_tokens=unique,
-        data_bytes=unique * token_bytes(recipe.model.vocab_size),
+        # of a token in its shard
+        data_bytes=unique * (2 if recipe.model.vocab_size <= 2**16 else 4),
     )
-
-
-def token_bytes(vocab_size: int) -> int:
-    """Return the bytes of one token in its shard: 2 up to 65,536 ids, else 4."""
-    return 2 if vocab_size <= 2**16 else 4
 
 
 def save_every(recipe: Recipe) -> int | None:
     """Return the steps from one checkpoint to the next; the whole run without `steps`, None if none is saved."""
     strategy, every = recipe.training.save_strategy, recipe.training.save_steps
-    if strategy == "no":
-        return None
     if strategy != "steps":
-        return max(1, recipe.num_steps)
+        return None if strategy == "no" else max(1, recipe.num_steps)
     # TrainingArguments accept a share of all steps, below 1, as well
     return max(1, round(every * recipe.num_steps)) if every < 1 else int(every)
 

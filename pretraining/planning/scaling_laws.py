@@ -3,6 +3,7 @@
 import argparse
 import math
 from dataclasses import dataclass, fields
+from statistics import linear_regression
 
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
@@ -124,28 +125,16 @@ def frontier(approach: str = CORRECTED) -> Frontier:
         return Frontier(scale * PF_DAY**-exponent, exponent, law["source"])
     # the others are fitted here: the paper prints their exponents to two digits and no coefficients
     rows = table("scaling_laws")["frontiers"][approach]
-    log_x, log_y = ([math.log(value) for value in rows[name]] for name in ("flops", "parameters"))
-    mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
-    products = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
-    exponent = products / sum((x - mean_x) ** 2 for x in log_x)
-    return Frontier(math.exp(mean_y - exponent * mean_x), exponent, rows["source"])
+    line = linear_regression(*([math.log(value) for value in rows[name]] for name in ("flops", "parameters")))
+    return Frontier(math.exp(line.intercept), line.slope, rows["source"])
 
 
 def compute_overhead(law: ParametricLoss, given: Allocation) -> float:
     """Return training FLOPs, divided by those of the optimal model with the same predicted loss; 1 is optimal."""
-    # the loss falls steadily along the frontier: bisection over log C
-    target = law.loss(given.parameters, given.tokens)
-    best = law.frontier()
-    low, high = 1e6, 1e40
-    for _ in range(200):
-        # the geometric mean is the middle in logarithms
-        middle = math.sqrt(low * high)
-        allocation = best.at_flops(middle)
-        if law.loss(allocation.parameters, allocation.tokens) > target:
-            low = middle
-        else:
-            high = middle
-    return given.flops / high
+    # along the frontier N and D are powers of C, and with them the loss above E: C^-(alpha beta / (alpha + beta))
+    one = law.frontier().at_flops(1.0)
+    above = law.loss(one.parameters, one.tokens) - law.E, law.loss(given.parameters, given.tokens) - law.E
+    return given.flops / (above[0] / above[1]) ** (1 / law.alpha + 1 / law.beta)
 
 
 def with_inference(law: ParametricLoss, loss: float, inference_tokens: float) -> Allocation:
@@ -188,21 +177,15 @@ def hints(parameters: float, tokens: float, flops: float) -> dict[str, dict]:
     nearest = f"{gpt3['source']}, the row of {row['parameters']:.3g} parameters"
     # Li et al. 2025, for AdamW
     rate, batch = step["learning_rate"], step["batch_tokens"]
-    by_step_law = (
-        rate["scale"] * parameters ** rate["parameters"] * tokens ** rate["tokens"],
-        batch["scale"] * tokens ** batch["tokens"],
-    )
+    step_rate = rate["scale"] * parameters ** rate["parameters"] * tokens ** rate["tokens"]
+    names = ("learning_rate", "batch_tokens", "source")
     # DeepSeek LLM (2024), section 3.1, from training FLOPs
-    by_flops = [
-        law["scale"] * flops ** law["exponent"]
-        for law in (deepseek["learning_rate"], deepseek["batch_tokens"])
-    ]
+    by_flops = [deepseek[name]["scale"] * flops ** deepseek[name]["exponent"] for name in names[:2]]
     given = {
         "GPT-3's nearest size": (row["learning_rate"], row["batch_tokens"], nearest),
-        "Step Law": (*by_step_law, step["source"]),
+        "Step Law": (step_rate, batch["scale"] * tokens ** batch["tokens"], step["source"]),
         "DeepSeek": (*by_flops, deepseek["source"]),
     }
-    names = ("learning_rate", "batch_tokens", "source")
     return {name: dict(zip(names, values, strict=True)) for name, values in given.items()}
 
 
@@ -247,9 +230,7 @@ class ChinchillaVerb:
             inference |= {"inference_tokens": served, "saved": 1 - after / before}
         return {
             "given": {**given, "name": name},
-            "optima": {
-                approach: each.to_dict(frontier(approach).source) for approach, each in optima.items()
-            },
+            "optima": {way: each.to_dict(frontier(way).source) for way, each in optima.items()},
             "kaplan": kaplan.at_flops(best.flops).to_dict(kaplan.source),
             "extrapolates": None if near else fitted["source"],
             "chosen": chosen.to_dict("given" if has_both else CORRECTED),

@@ -6,22 +6,9 @@ import sys
 from dataclasses import asdict, replace
 
 from pretraining.ds_config import degrees_of, hpz_ranks
+from pretraining.planning import costs
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
-from pretraining.planning.costs import (
-    NOT_COUNTED,
-    disk_words,
-    energy_words,
-    estimated,
-    expected_rows,
-    expected_word,
-    failure_words,
-    forecast,
-    least_dollars,
-    mfu_words,
-    scaling_rows,
-    write_words,
-)
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import Gpu, all_gpus, find_gpu
 from pretraining.planning.ladder import ladder_of
@@ -92,7 +79,7 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
     plan, there = build_run_plan(setup), gpu.memory_bytes if gpu else None
     need = memory_need(setup, there)
     # time and cost need the rates of a known GPU
-    speed = forecast(setup, gpu) if gpu else None
+    speed = costs.forecast(setup, gpu) if gpu else None
     # on paper: host memory, disk and data are not known
     machine = Machine(there, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
     verdict = check_plan(setup, machine)
@@ -100,9 +87,8 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
     # the table's GPUs with the recipe's precision and enough memory; the need depends on the GPU's memory alone (chunks
     # of the loss), so that it is counted once for each size
     precision = recipe.training.product_precision
-    sizes = {
-        name: each.memory_bytes for name, each in all_gpus().items() if precision in each.dense_peak_flops
-    }
+    known = [each for each in all_gpus().values() if precision in each.dense_peak_flops]
+    sizes = {each.name: each.memory_bytes for each in known}
     needs = {size: memory_need(setup, size).total for size in set(sizes.values())}
     published = recipe.published.to_dict()
     if differs := differs_from_published(recipe.to_dict()):
@@ -185,9 +171,10 @@ def in_short(answer: dict) -> str:
         return f"{memory}; {disk}; time and cost depend on --gpu NAME"
     fits = "fits" if need <= answer["gpu_memory_bytes"] else "does not fit"
     # what a first run should show: the estimate below it is that of wide kernels
-    cost, time = least_dollars(speed["cost"]), duration(speed["expected_seconds"]) + expected_word(speed)
-    costs = "no price known" if cost is None else dollars(cost)
-    return f"{fits}; {time}, {costs}{estimated(speed, ' ({})')}; {disk}"
+    time, cost = duration(speed["expected_seconds"]), costs.least_dollars(speed["cost"])
+    paid = "no price known" if cost is None else dollars(cost)
+    paid += costs.estimated(speed, " ({})")
+    return f"{fits}; {time}{costs.expected_word(speed)}, {paid}; {disk}"
 
 
 def run_line(plan: RunPlan, folder: str, device: str) -> str:
@@ -197,14 +184,8 @@ def run_line(plan: RunPlan, folder: str, device: str) -> str:
     if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
         sharding += f" (zero{plan.zero_stage})"
     size = f"{recipe.model.model_type} of {plan.parameters:,} parameters{_parts_words(plan)}"
-    parts = [
-        f"{recipe.name} in {folder}: {size}",
-        f"{several(plan.world_size, 'rank')} on {device}",
-        sharding,
-        recipe.training.product_precision,
-        f"{plan.steps:,} steps, {plan.tokens:,} tokens",
-    ]
-    return ", ".join(parts)
+    ranks = f"{several(plan.world_size, 'rank')} on {device}, {sharding}, {recipe.training.product_precision}"
+    return f"{recipe.name} in {folder}: {size}, {ranks}, {plan.steps:,} steps, {plan.tokens:,} tokens"
 
 
 def plan_line(plan: RunPlan, left: float = 1.0) -> str:
@@ -218,26 +199,23 @@ def plan_line(plan: RunPlan, left: float = 1.0) -> str:
     if foreseen["training_seconds"] is None:
         parts.append("no time (this device is not in the table of GPUs)")
     else:
-        speed = forecast(plan.setup, machine.gpu).to_dict()
+        speed = costs.forecast(plan.setup, machine.gpu).to_dict()
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
-        cost, lasts = least_dollars(speed["cost"]), duration(left * speed["expected_seconds"])
+        cost, lasts = costs.least_dollars(speed["cost"]), duration(left * speed["expected_seconds"])
         parts += [f"{duration(left * foreseen['training_seconds'])}{rest} at {rate}"]
         paid = [] if cost is None else [dollars(left * cost)]
         paid += [f"{lasts} expected"] if speed["expected"] else []
         parts += [" for the ".join(paid)] if paid else []
-        parts[-1] += estimated(speed, " ({})")
+        parts[-1] += costs.estimated(speed, " ({})")
     return ", ".join([*parts, f"{num_bytes(plan.disk_bytes)} of disk"])
 
 
 def _what(answer: dict) -> list[tuple[str, str]]:
     sharding = answer["deepspeed"] or "plain data parallel"
-    compiled = {
-        "blocks": ", blocks compiled",
-        "whole": ", compiled whole",
-        # values of `refusals.compiled_part`; it adds nothing for "none"
-        "deepcompile": ", DeepCompile",
-    }.get(answer.get("compiles"), "")
+    # values of `refusals.compiled_part`; it adds nothing for "none"
+    parts = {"blocks": ", blocks compiled", "whole": ", compiled whole", "deepcompile": ", DeepCompile"}
+    compiled = parts.get(answer.get("compiles"), "")
     # over how many ranks each part is split, the innermost ranks first; the name of the ds_config says hpZ
     words = {
         "tensor": "matrices, embedding and head over {} neighbours",
@@ -336,7 +314,7 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     # less than a thousandth is what rounds to whole blocks
     if epochs > 1.001:
         read = f"{unique:,} tokens, read {epochs:.3g} times, are {shards}"
-    disk = disk_words(answer["disk"], answer["checkpoints_kept"])
+    disk = costs.disk_words(answer["disk"], answer["checkpoints_kept"])
     if answer["world_size"] > answer["memory"]["gpus_of_node"]:
         each = num_bytes(answer["disk_bytes_of_node"])
         disk += f" (of all nodes; on disks of their own at most {each} each)"
@@ -347,9 +325,10 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     step, cost = speed["step"], speed["cost"]
     each = speed["tokens_per_second_per_gpu"]
     links = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
-    rate = f"{speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU)"
-    saved = step["checkpoints"]
-    cadence = f"; a checkpoint every {duration(saved['every_seconds'])}{write_words(saved)}" if saved else ""
+    time = f"{duration(speed['seconds'])} at {speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU), "
+    time += costs.estimated(speed, "estimated, ")
+    if saved := step["checkpoints"]:
+        disk += f"; a checkpoint every {duration(saved['every_seconds'])}{costs.write_words(saved)}"
     # where the time of a micro-batch goes, the largest part first; less than half a percent would be written as 0 %
     spent = sum(step["kernel_seconds"].values())
     kernels = sorted(step["kernel_seconds"].items(), key=lambda part: -part[1])
@@ -364,30 +343,27 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     # of a plan that fits, if it loses enough to failures and saves
     fits = answer["memory"]["total"] <= (answer["gpu_memory_bytes"] or math.inf)
     is_notable = fits and saved is not None and saved["lost_share"] > LEAST_LOST
-    money = f"{hours(cost['gpu_hours'])} GPU-hours{expected_word(speed)}"
+    money = f"{hours(cost['gpu_hours'])} GPU-hours{costs.expected_word(speed)}"
     # the cheapest ones: prices are sorted
-    prices = [
-        f"{dollars(price['dollars'])} at {price['provider']} ({dollars(price['dollars_per_gpu_hour'])} an hour, "
-        f"{price['date']})"
-        for price in cost["prices"][:MOST_PRICES]
-    ]
-    if prices:
-        money += f": {', '.join(prices)}"
-    else:
-        money += "; no price known: add yours to pretraining/planning/tables/prices.json"
+    prices = []
+    for price in cost["prices"][:MOST_PRICES]:
+        of_hour = f"{dollars(price['dollars_per_gpu_hour'])} an hour, {price['date']}"
+        prices.append(f"{dollars(price['dollars'])} at {price['provider']} ({of_hour})")
+    unknown = "; no price known: add yours to pretraining/planning/tables/prices.json"
+    money += f": {', '.join(prices)}" if prices else unknown
     return [
-        ("time", f"{duration(speed['seconds'])} at {rate}, {estimated(speed, 'estimated, ')}{NOT_COUNTED}"),
-        *scaling_rows(speed["scaling"]),
-        ("MFU", mfu_words(speed)),
-        *(expected_rows(speed) if fits else []),
+        ("time", f"{time}{costs.NOT_COUNTED}"),
+        *costs.scaling_rows(speed["scaling"]),
+        ("MFU", costs.mfu_words(speed)),
+        *(costs.expected_rows(speed) if fits else []),
         ("kernels", ", ".join(kernels)),
         ("", KERNELS),
         ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
         *([("messages", "; ".join(messages))] if answer["layout"] else []),
         ("money", money),
-        ("energy", energy_words(cost)),
-        ("disk", f"{disk}{cadence}"),
-        *([("failures", failure_words(saved))] if is_notable else []),
+        ("energy", costs.energy_words(cost)),
+        ("disk", disk),
+        *([("failures", costs.failure_words(saved))] if is_notable else []),
         ("data", f"{read}; loaders read {num_bytes(step['loader_bytes_per_second'])}/s"),
     ]
 
@@ -411,7 +387,7 @@ def world_sizes(setup: Setup, gpu: Gpu | None) -> str:
         need = memory_need(case, gpu.memory_bytes if gpu else None).total
         rows.append({"GPUs": size, "accumulation": case.accumulation, "memory": need})
         if gpu:
-            speed = forecast(case, gpu)
+            speed = costs.forecast(case, gpu)
             rows[-1] |= {"seconds": speed.expected_seconds, "GPU-hours": speed.cost.gpu_hours}
             rows[-1]["fits"] = "yes" if need <= gpu.memory_bytes else "no"
     text = write_table(columns, rows, left=0)

@@ -12,7 +12,7 @@ from pretraining.ds_config import degrees_of, load_ds_config, optimizer_device, 
 from pretraining.errors import UserError
 from pretraining.planning.costs import cost_of_checkpoints, failure_words
 from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.memory.need import ROOMY, TIGHT, MemoryNeed, held_by_rank, memory_need
+from pretraining.planning.memory.need import ROOMY, TIGHT, MemoryNeed, memory_need
 from pretraining.planning.memory.states import unprotected_gradient
 from pretraining.planning.quantities import (
     count,
@@ -52,9 +52,8 @@ NOTE = """
 The fastest first, times within {same:.0%} counted as equal; each further row needs less memory than all above it.
 Of ways as fast as each other the first leaves {room:.0%} of the memory free, if one does, then has no offload,
 the fewest layers recomputed, the fewest splits, the lowest stage and the largest micro-batch. What takes more than
-{tight:.0%} of the
-memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel launches, plus
-offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
+{tight:.0%} of the memory is chosen only if nothing else fits. Time is the longest of products, messages and kernel
+launches, plus offload. `ac`: of how many layers one is recomputed (activation checkpointing)."""
 
 COLUMNS = (
     Column("ds_config", lambda way: way["deepspeed"] or "none"),
@@ -159,12 +158,13 @@ def worth_choosing(ways: list[Way]) -> list[Way]:
             for other, each in enumerate(ways)
         )
 
-    chosen: list[int] = []
-    for place in range(len(ways)):
+    least, chosen = math.inf, []
+    for place, way in enumerate(ways):
         # each way is slower than those before it, so it must need clearly less memory
-        if (not chosen or SAME * totals[place] < totals[chosen[-1]]) and not beaten(place):
-            chosen.append(place)
-    return [ways[place] for place in chosen]
+        if SAME * totals[place] < least and not beaten(place):
+            least = totals[place]
+            chosen.append(way)
+    return chosen
 
 
 def nearest_fit(
@@ -175,17 +175,13 @@ def nearest_fit(
 ) -> Way | None:
     """Return the candidate that `fits_in` accepts with the fewest changes to the recipe; among those, the fastest."""
     fits = [each for each in candidates(setup, gpu, gpu_memory=gpu_memory) if fits_in(each.need)]
-    order = {way: place for place, way in enumerate(WAYS)}
 
     def distance(each: Way) -> tuple:
-        return (
-            len(each.changes),
-            # without a known GPU there is no step time, and the number of messages decides
-            each.step_seconds or 0.0,
-            # a ds_config of the user's own is not in WAYS and comes first
-            order.get(each.deepspeed, 0),
-            abs(each.micro_batch - setup.recipe.micro_batch),
-        )
+        # a ds_config of the user's own is not in WAYS and comes first
+        place = WAYS.index(each.deepspeed) if each.deepspeed in WAYS else 0
+        # without a known GPU there is no step time, and the number of messages decides
+        more = abs(each.micro_batch - setup.recipe.micro_batch)
+        return len(each.changes), each.step_seconds or 0.0, place, more
 
     return min(fits, key=distance, default=None)
 
@@ -216,18 +212,17 @@ def candidates(
             # every step of a batch-size ramp must divide, not only the full one
             if any(size % at_once for size in recipe.step_sizes.all):
                 continue
-            held = None
+            need = None
             for every_n_layers in recomputed:
                 variant = _variant(setup, way, micro_batch, every_n_layers)
-                # the same for all of them
-                held = held or held_by_rank(variant)
+                need = memory_need(variant, gpu_memory, need)
                 step = step_time(variant, gpu, mfu) if gpu else None
                 yield Way(
                     deepspeed=way,
                     micro_batch=micro_batch,
                     accumulation=variant.accumulation,
                     every_n_layers=every_n_layers,
-                    need=memory_need(variant, gpu_memory, held),
+                    need=need,
                     step_seconds=step.seconds if step else None,
                     offload_seconds=step.offload_seconds if step else 0.0,
                     changes=_changes(variant.recipe, recipe),
@@ -248,10 +243,9 @@ def _ways(setup: Setup, gpu: Gpu | None) -> list[str | None]:
     sizes = [2**n for n in range(1, 1 + min(node, world_size).bit_length()) if node % 2**n == 0]
     sizes = [size for size in sizes if world_size % size == 0]
     sequences = [size for size in sizes if recipe.sequence_length >= size * SHORTEST_PART]
-    both = [(t, s) for t in sizes for s in sequences if t * s in sizes]
     degrees = [f"tensor={size}" for size in sizes]
     degrees += [f"sequence={size}" for size in sequences]
-    degrees += [f"tensor={tensor},sequence={sequence}" for tensor, sequence in both]
+    degrees += [f"tensor={t},sequence={s}" for t in sizes for s in sequences if t * s in sizes]
     if widths_of(recipe.model).experts:
         degrees += [f"expert={size}" for size in sizes]
     tried = [*WAYS, *(f"{way}:{split}" for split in degrees for way in SPLIT_WAYS)]
@@ -343,16 +337,14 @@ class FitVerb:
         """Return the fastest way, and those that need less memory; with `--deepspeed` those of that ds_config alone."""
         setup, gpu = setup_of(options), find_gpu(options.gpu)
         if isinstance(setup, BareSize):
-            raise UserError(
-                "the search needs the model's shape: give --recipe NAME or --model NAME (and --set to change it)"
-            )
+            remedy = "give --recipe NAME or --model NAME (and --set to change it)"
+            raise UserError(f"the search needs the model's shape: {remedy}")
         limit = options.memory or gpu.memory_bytes
         fits = fitting(setup, gpu, limit, options.mfu, own_ds_config=options.deepspeed is not None)
         chosen = worth_choosing(fits)
-        shown, best, saved = fits if options.all else chosen, chosen[0], None
-        if best.step_seconds is not None:
-            variant = _variant(setup, best.deepspeed, best.micro_batch, best.every_n_layers)
-            saved = cost_of_checkpoints(build_run_plan(variant), best.step_seconds, gpu)
+        shown, best = fits if options.all else chosen, chosen[0]
+        variant = _variant(setup, best.deepspeed, best.micro_batch, best.every_n_layers)
+        saved = cost_of_checkpoints(build_run_plan(variant), best.step_seconds, gpu)
         top = options.top or (len(shown) if options.all else MOST)
         return {
             "name": setup.name,

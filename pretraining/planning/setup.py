@@ -16,13 +16,7 @@ from typing import NamedTuple
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.errors import UserError
 from pretraining.planning.quantities import count, gpu_count, short, three_digits
-from pretraining.planning.shapes import (
-    Tensor,
-    Widths,
-    parameter_tensors,
-    rows_of_rank,
-    widths_of_rank,
-)
+from pretraining.planning.shapes import Tensor, Widths, parameter_tensors, rows_of_rank, widths_of_rank
 from pretraining.planning.sizes import (
     FlopsPerToken,
     ModelSize,
@@ -171,12 +165,11 @@ class Setup:
         """The parameters of one rank by the ranks that share them: those that are whole at stage 3 come first."""
         degrees, apart, ranks = self.degrees, self.stage == 3, self.world_size
         # stage 3 shards what every rank of a tensor group has over these too (deepspeed 0.19.8)
-        sharing = (ranks // (1 if apart else degrees.tensor), ranks // degrees.tensor)
-        sharing = (*sharing, ranks // (degrees.tensor * degrees.expert))
+        cuts = (1 if apart else degrees.tensor, degrees.tensor, degrees.tensor * degrees.expert)
         section = json.dumps(self.recipe.model, sort_keys=True)
         frozen = frozenset(tensor.name for tensor in frozen_tensors(self.recipe))
         parts = _cut(section, frozen, degrees._replace(sequence=1), apart)
-        held = [Family(*part, ranks=max(1, number)) for part, number in zip(parts, sharing, strict=True)]
+        held = [Family(*part, ranks=max(1, ranks // cut)) for part, cut in zip(parts, cuts, strict=True)]
         return [family for family in held if family.tensors]
 
     @property
@@ -205,23 +198,23 @@ def _cut(section: str, frozen: frozenset[str], degrees: Degrees, apart: bool) ->
     """
     model = json.loads(section)
     dense, parts, experts = [], [], []
+    split = parts if apart else dense
     for tensor in parameter_tensors(model):
         if degrees.expert > 1 and ".experts." in tensor.name:
             experts.append(replace(tensor, numel=tensor.numel // degrees.expert))
         elif degrees.tensor > 1 and _CUT.search(tensor.name):
-            (parts if apart else dense).append(replace(tensor, numel=tensor.numel // degrees.tensor))
+            split.append(replace(tensor, numel=tensor.numel // degrees.tensor))
         elif degrees.tensor > 1 and tensor.name in _TABLES:
-            size = model["vocab_size"]
-            rows = rows_of_rank(size, degrees)
-            (parts if apart else dense).append(replace(tensor, numel=tensor.numel // size * rows))
+            rows = rows_of_rank(model["vocab_size"], degrees)
+            split.append(replace(tensor, numel=tensor.numel // model["vocab_size"] * rows))
         else:
             dense.append(tensor)
     fields = []
     for tensors in (dense, parts, experts):
         trained = tuple(tensor for tensor in tensors if tensor.name not in frozen)
         kept = tuple(tensor for tensor in tensors if tensor.name in frozen)
-        numel = [sum(tensor.numel for tensor in each) for each in (trained, kept)]
-        fields.append((trained, kept, numel[0], sum(numel)))
+        numel = [sum(tensor.numel for tensor in each) for each in (trained, tensors)]
+        fields.append((trained, kept, *numel))
     return tuple(fields)
 
 
@@ -272,9 +265,8 @@ def setup_of(options: argparse.Namespace) -> Setup | BareSize:
         raise UserError("give one of --recipe NAME, --model NAME and --parameters N (with --tokens D)")
     if options.parameters:
         if options.set or options.deepspeed:
-            raise UserError(
-                "--set and --deepspeed change a recipe: give --recipe NAME instead of --parameters"
-            )
+            what = "--set and --deepspeed change a recipe"
+            raise UserError(f"{what}: give --recipe NAME instead of --parameters")
         return BareSize(options.parameters, options.tokens, ranks)
     if options.recipe:
         recipe, ds_config = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
@@ -286,10 +278,8 @@ def setup_of(options: argparse.Namespace) -> Setup | BareSize:
         least = recipe.step_sizes.all[0]
         most = recipe_schema()["properties"]["budget"]["properties"]["tokens"]["maximum"]
         if not least <= tokens <= most:
-            raise UserError(
-                f"--tokens {tokens:g}: {recipe.name} takes from {least:,}, its first step, to {most:g}; leave --tokens "
-                "out for its own budget"
-            )
+            what = f"{recipe.name} takes from {least:,}, its first step, to {most:g}"
+            raise UserError(f"--tokens {tokens:g}: {what}; leave --tokens out for its own budget")
         # whole steps, as when a recipe is read; fewer tokens than a full step still pay for the first step of a ramp
         whole = int(tokens // recipe.tokens_per_step * recipe.tokens_per_step) or int(tokens)
         # a command that is written for this recipe must contain the tokens too
@@ -358,11 +348,11 @@ class FlopsVerb:
         setup = setup_of(options)
         # a size alone has no attention, so that the other conventions cannot be counted
         per_token: dict = {"six_n_total": 6 * setup.parameters}
-        training, parts, tied, length = per_token["six_n_total"], None, None, None
+        parts, tied, length, tokens = None, None, None, setup.tokens
         if isinstance(setup, Setup):
-            per_token, training = setup.flops.to_dict(), setup.flops.training
+            per_token = setup.flops.to_dict()
             parts, tied, length = setup.size.parts, setup.size.tied, setup.recipe.sequence_length
-        tokens = setup.tokens
+        training = per_token.get("training", per_token["six_n_total"])
         return {
             "name": setup.name,
             "parameters": setup.parameters,
@@ -437,10 +427,10 @@ class ParametersVerb:
             families.setdefault(in_every_layer(each["name"]), []).append(each)
         rows = []
         for pattern, members in families.items():
-            sizes = [each["elements"] for each in members]
-            row = {"name": pattern, "number": len(members), "all": sum(sizes)}
-            row["each"] = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
-            rows.append({**row, "frozen": sum(member["frozen"] for member in members) or None})
+            sizes, frozen = ([each[key] for each in members] for key in ("elements", "frozen"))
+            each = f"{sizes[0]:,}" if len(set(sizes)) == 1 else "differ"
+            row = {"name": pattern, "number": len(members), "each": each, "all": sum(sizes)}
+            rows.append({**row, "frozen": sum(frozen) or None})
         total = sum(each["elements"] for each in answer["parameters"])
         frozen = sum(each["elements"] for each in answer["parameters"] if each["frozen"])
         words = f"{total:,} elements in {len(answer['parameters']):,} parameters, {frozen:,} frozen"

@@ -25,16 +25,9 @@ from pretraining.runtime.installation import PACKAGE
 from pretraining.schema import display_path
 
 MODULE = "pretraining.model.counting"
-SOURCES = [
-    PACKAGE / name
-    for name in (
-        "model/counting.py",
-        "model/drawing_rules.py",
-        "recipe/model.py",
-        "upstream/saved_tensors.py",
-        "upstream/transformers.py",
-    )
-]
+SOURCES = [PACKAGE / "model" / name for name in ("counting.py", "drawing_rules.py")]
+SOURCES += [PACKAGE / "recipe" / "model.py"]
+SOURCES += [PACKAGE / "upstream" / name for name in ("saved_tensors.py", "transformers.py")]
 HOW = "counted by building on the meta device"
 GATED = 2.5
 """Matrices of width x inner above which a feed-forward layer counts as gated: a gated one has three, others two."""
@@ -148,12 +141,9 @@ def widths_of(model: dict) -> Widths:
         inner = inner or 4 * hidden
         layers = full["n_layer"]
         return Widths(hidden, heads, heads, hidden // heads, inner, layers, expert_inner=inner, gated=False)
-    grouped = {
-        "hidden": hidden,
-        "heads": heads,
-        "key_value_heads": _whole(value_of(full, "num_key_value_heads")) or heads,
-        "head_size": _whole(value_of(full, "head_dim")) or hidden // heads,
-    }
+    grouped = {"hidden": hidden, "heads": heads}
+    grouped["key_value_heads"] = _whole(value_of(full, "num_key_value_heads")) or heads
+    grouped["head_size"] = _whole(value_of(full, "head_dim")) or hidden // heads
     if is_exact(model):
         # Mixtral's key, else Qwen3-MoE's
         experts = full.get("num_local_experts") or full.get("num_experts") or 0
@@ -186,12 +176,8 @@ def widths_of(model: dict) -> Widths:
 def widths_of_rank(model: dict, degrees: Degrees) -> Widths:
     """Return the widths of the products that one rank computes. The residual stream is as wide on every rank."""
     widths, split = widths_of(model), degrees.tensor
-    return replace(
-        widths,
-        heads=widths.heads // split,
-        key_value_heads=max(1, widths.key_value_heads // split),
-        inner=widths.inner // split,
-    )
+    heads, of_keys = widths.heads // split, max(1, widths.key_value_heads // split)
+    return replace(widths, heads=heads, key_value_heads=of_keys, inner=widths.inner // split)
 
 
 def key_value_copies(widths: Widths, degrees: Degrees) -> int:
@@ -243,9 +229,8 @@ def count_model(model: dict) -> CountedModel:
     try:
         library = version("transformers")
     except PackageNotFoundError:
-        raise UserError(
-            "model: counting this type needs transformers; pip install -r requirements.txt"
-        ) from None
+        what = "counting this type needs transformers; pip install -r requirements.txt"
+        raise UserError(f"model: {what}") from None
     # another version of the library, of the code that counts, or of the user's file that builds must count again
     sources = (source.read_text(encoding="utf-8") for source in SOURCES)
     depends_on = (library, extension.digest if extension else "", *sources, section)
@@ -256,10 +241,8 @@ def count_model(model: dict) -> CountedModel:
         raise UserError(f"model: transformers cannot build this {model_type}: {count['error']}")
     # kept too, so that the next start refuses at once
     if faults := count.pop("faults"):
-        what = "weights would not be the same at every ZeRO stage"
-        raise UserError(
-            f"model.model_type: {model_type} does not train here, its initial {what}: {faults[0]}"
-        )
+        what = "does not train here, its initial weights would not be the same at every ZeRO stage"
+        raise UserError(f"model.model_type: {model_type} {what}: {faults[0]}")
     count["tensors"] = tuple(Tensor.of_part(*tensor) for tensor in count["tensors"])
     return CountedModel(**count)
 
@@ -356,7 +339,6 @@ def numel_by_part(tensors: Sequence[Tensor]) -> Counter[str]:
 def layer_numel(tensors: Sequence[Tensor]) -> int:
     """Return the elements of the largest layer."""
     sizes: Counter[int] = Counter()
-    for tensor in tensors:
-        if tensor.layer is not None:
-            sizes[tensor.layer] += tensor.numel
+    for tensor in (each for each in tensors if each.layer is not None):
+        sizes[tensor.layer] += tensor.numel
     return max(sizes.values())

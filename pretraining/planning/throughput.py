@@ -19,7 +19,7 @@ from pathlib import Path
 from pretraining.ds_config import NOT_SPLIT, Degrees, optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
-from pretraining.planning.gpus import Gpu, find_gpu, kept_rates
+from pretraining.planning.gpus import Gpu, kept_rates, known_gpu
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.planning.memory.need import skips_last_product
 from pretraining.planning.messages import (
@@ -133,13 +133,13 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     # 2 products of 2 FLOPs each: queries with keys, probabilities with values
     scores = CAUSAL * 4 * size.num_layers * size.attention_width * recipe.sequence_length * tokens
     scores /= degrees.tensor
-    forward = width * size.num_layers * _layer_bytes(setup, mode, "forward", tokens)
-    backward = behind.layers * _layer_bytes(setup, mode, "backward", tokens)
-    backward *= width * size.num_layers
-    redone = width * size.num_layers * _layer_bytes(setup, mode, "again", tokens)
+    forward, backward, redone = (
+        width * size.num_layers * _layer_bytes(setup, mode, direction, tokens)
+        for direction in ("forward", "backward", "again")
+    )
     # embeddings and the last norm, forward and backward
     outside = table("kernels")["layers"][family_of(recipe.model)][mode]["outside"]
-    outside = width * (tokens * outside * setup.widths.hidden)
+    outside *= width * tokens * setup.widths.hidden
     skipped = size.num_layers * last_product(recipe.model) if skips_last_product(setup) else 0
     # layers are recomputed, and the head belongs to none
     recomputed = 2 * (in_layers - faster - skipped / degrees.tensor) * tokens
@@ -154,7 +154,7 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     seconds = {
         "products": 2 * tokens * products / degrees.tensor,
         "attention": (1 + ATTENTION_BACKWARD * behind.layers) * scores / rates.attention_flops,
-        "other kernels": (forward + backward + outside + cast) / rates.bytes,
+        "other kernels": (forward + behind.layers * backward + outside + cast) / rates.bytes,
         "loss": of_loss / rates.bytes,
         "recomputation": products_again * (recomputed / rates.product_flops + scores / rates.attention_flops)
         + again * redone / rates.bytes,
@@ -167,8 +167,7 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
         if message.total:
             seconds[message.name] = message.seconds / setup.accumulation
     # MFU counts model FLOPs alone, and the scores without the mask (PaLM, appendix B)
-    at_peak = setup.flops.training * tokens / gpu.peak_flops(precision)
-    at_peak /= degrees.tensor
+    at_peak = setup.flops.training * tokens / gpu.peak_flops(precision) / degrees.tensor
     total = sum(seconds.values())
     without = at_peak / (total - seconds["recomputation"])
     return Ceiling(seconds, at_peak / total, without, rates.products_measured_on)
@@ -200,16 +199,10 @@ def expected_utilization(
 
 def _rows_of(gpu: Gpu, key: str, results: Path) -> list[dict]:
     """Return the kept results of this GPU that have a value under a key."""
-    found = []
-    for row in _measured(key, results):
-        try:
-            device = find_gpu(row["environment"]["device"])
-        # a device that the table does not know, or a line without one, is like no GPU
-        except (UserError, KeyError):
-            continue
-        if device.name == gpu.name:
-            found.append(row)
-    return found
+    # a line without a device is like one with a device that the table does not know
+    rows = _measured(key, results)
+    devices = [known_gpu(row.get("environment", {}).get("device", "")) for row in rows]
+    return [row for row, device in zip(rows, devices, strict=True) if device and device.name == gpu.name]
 
 
 @cache
@@ -274,9 +267,8 @@ def expected_rates(setup: Setup, gpu: Gpu, precision: str, results: Path = RESUL
     are of the recipe's shapes already.
     """
     at_best, shares = sustained_rates(gpu, precision, setup.world_size), table("rates")["expected"]
-    rows = [
-        row for row in _rows_of(gpu, "products", results) if row["benchmark"] == "rates" and not row["small"]
-    ]
+    rows = _rows_of(gpu, "products", results)
+    rows = [row for row in rows if row["benchmark"] == "rates" and not row["small"]]
     measured = max(rows, key=lambda row: row["when"]) if rows and precision in SIXTEEN_BIT_NAMES else None
     products, attention = ((measured or shares)[name] for name in ("products", "attention"))
     # the widest heads of the table that are no wider than the model's
@@ -349,12 +341,9 @@ def layer_widths(model: dict, tokens: int, degrees: Degrees = NOT_SPLIT) -> dict
         # a token's row is sent once to each rank, with all its choices
         sent = ranks_met(of_layer.experts, routed, degrees.expert)
         return {**widths, "sent hidden": sent * of_layer.hidden, "sent choices": sent * routed}
-    return {
-        **widths,
-        "routed": routed,
-        # three matrices an expert, read once for all tokens of the micro-batch
-        "expert weights": 3 * of_layer.experts * of_layer.hidden * of_layer.expert_inner / tokens,
-    }
+    # three matrices an expert, read once for all tokens of the micro-batch
+    weights = 3 * of_layer.experts * of_layer.hidden * of_layer.expert_inner / tokens
+    return {**widths, "routed": routed, "expert weights": weights}
 
 
 def last_product(model: dict) -> int:
@@ -371,9 +360,8 @@ def _loss_kernel_bytes(setup: Setup, tokens: int, gpu: Gpu) -> float:
         vocab_size = rows_of_rank(vocab_size, setup.degrees)
     compiled = compiles_loss(recipe.loss.compile, on_gpu=True)
     factors = table("kernels")["loss"][kind]["compiled" if compiled else "eager"]
-    chunk = chunk_length(
-        tokens, vocab_size, logit_bytes(SIXTEEN_BIT, compiled), gpu.memory_bytes, recipe.loss.chunk_tokens
-    )
+    of_logit, asked = logit_bytes(SIXTEEN_BIT, compiled), recipe.loss.chunk_tokens
+    chunk = chunk_length(tokens, vocab_size, of_logit, gpu.memory_bytes, asked)
     # only the fused loss also moves the head and its gradient
     if kind != "fused":
         return tokens * factors["logit"] * vocab_size
@@ -385,15 +373,13 @@ def _loss_kernel_bytes(setup: Setup, tokens: int, gpu: Gpu) -> float:
 
 def _step_bytes(setup: Setup, engine: dict[str, float]) -> float:
     """Return what an optimizer step moves on a GPU, by the measured engine of the stage, with an average's bytes."""
-    # the part of the step that ranks share shrinks with their number
-    in_step = sum(
-        family.trained_numel * (engine["step"] + engine["step of its share"] / family.ranks)
-        for family in setup.families
-    )
-    if optimizer_device(setup.ds_config) != "gpu":
-        return in_step
-    held = [each.trained_numel / (each.ranks if setup.stage else 1) for each in setup.families]
-    return in_step + average_bytes(setup.recipe) * sum(held)
+    is_offloaded, moved = optimizer_device(setup.ds_config) != "gpu", 0.0
+    for family in setup.families:
+        # the part of the step that ranks share shrinks with their number
+        of_each = engine["step"] + engine["step of its share"] / family.ranks
+        average = 0.0 if is_offloaded else average_bytes(setup.recipe) / (family.ranks if setup.stage else 1)
+        moved += family.trained_numel * (of_each + average)
+    return moved
 
 
 # read: gradient, master and two moments; written: master and moments
@@ -484,12 +470,11 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
         rates = expected_rates(setup, gpu, precision)
         at_shapes = ceiling(setup, gpu, precision, rates)
         kernels, slower = (
-            accumulation
-            * sum(seconds for name, seconds in each.seconds.items() if name not in LAYER_MESSAGES)
+            sum(seconds for name, seconds in each.seconds.items() if name not in LAYER_MESSAGES)
             for each in (at_best, at_shapes)
         )
-        compute = kernels + waiting
-        expected = slower / (1 - table("rates")["expected"]["gaps"]["value"]) + waiting
+        compute = accumulation * kernels + waiting
+        expected = accumulation * slower / (1 - table("rates")["expected"]["gaps"]["value"]) + waiting
         day = rates.products_measured_on
     return StepTime(
         compute_seconds=compute,

@@ -14,23 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from pretraining.checkpoints import shard_files
 from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.manager import CheckpointManager, RankShare, rank_share, shared_files
-from pretraining.checkpoints.shard_files import (
-    BUFFER,
-    MASTER,
-    STATE_FILE,
-    file_header,
-    fragment_key,
-    rank_file,
-)
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
@@ -103,13 +96,8 @@ class Done:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
 
 
-class Asked(NamedTuple):
-    """What is rehearsed, with the plan on its machine and the options of train.py."""
-
-    recipe: Recipe
-    plan: RunPlan
-    data: PreparedData
-    options: argparse.Namespace
+Asked = tuple[Recipe, RunPlan, PreparedData, argparse.Namespace]
+"""What is rehearsed, with the plan on its machine, the data and the options of train.py."""
 
 
 def start_as(place: RankPlace, attempt: Callable[[Job], bool], asked: Asked, run: RunFolder) -> Done:
@@ -238,10 +226,8 @@ def check_samples(done: Done, place: RankPlace, size: int, ranks_per_sample: int
         micro_batch, row = divmod(number, size)
         own = (micro_batch * groups + group) * size + row
         if sample != own:
-            raise UserError(
-                f"rank {place.rank} read sample {sample:,} of the run as its {number + 1}., and its own is {own:,}: "
-                "another rank reads that one too; please report this"
-            )
+            what = f"read sample {sample:,} of the run as its {number + 1}., and its own is {own:,}"
+            raise UserError(f"rank {place.rank} {what}: another rank reads that one too; please report this")
 
 
 def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker: dict, shared: bool) -> None:
@@ -256,12 +242,12 @@ def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker
     tensors, files, receipt = share
     folder.mkdir(parents=True)
     entries = {name: write_bytes(folder / name, content) for name, content in files.items()}
-    held = _missing_fragments(tensors, json.loads(files[STATE_FILE]), shared)
+    held = _missing_fragments(tensors, json.loads(files[shard_files.STATE_FILE]), shared)
     # the first of the others holds what is missing
     content: dict[int, Tensors] = {rank: tensors, 0 if rank else 1: held}
     for each in range(ranks):
-        path, own = folder / rank_file(each, ranks), content.get(each, {})
-        header, num_bytes = file_header(own)
+        path, own = folder / shard_files.rank_file(each, ranks), content.get(each, {})
+        header, num_bytes = shard_files.file_header(own)
         places = json.loads(header[8:])
         with path.open("wb") as file:
             file.write(header)
@@ -282,18 +268,18 @@ def write_stand_in(folder: Path, rank: int, ranks: int, share: RankShare, marker
 def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str, torch.Tensor]:
     """Return what other ranks must hold: the elements of each state that this one reads and `tensors` do not have."""
     spans: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-    states: dict[str, torch.dtype] = {MASTER: torch.float32}
+    states: dict[str, torch.dtype] = {shard_files.MASTER: torch.float32}
     cut = set()
     for key, tensor in tensors.items():
         kind, _, rest = key.partition("/")
         name, at, start = rest.rpartition("@")
         if not at or start == "whole":
             continue
-        if name not in state["parameters"] and kind != BUFFER:
+        if name not in state["parameters"] and kind != shard_files.BUFFER:
             cut.add(name.partition("@")[0])  # a part of a split layer: this rank reads no other
             continue
         spans[kind, name].append((int(start), int(start) + tensor.numel()))
-        if kind != BUFFER:
+        if kind != shard_files.BUFFER:
             states[kind] = tensor.dtype
     wanted = [
         (kind, name, prod(entry["shape"]), dtype)
@@ -302,10 +288,10 @@ def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str,
         # no optimizer steps a frozen parameter: every rank reads all of it
         if shared or name not in state["scalars"]
         for kind, dtype in states.items()
-        if kind == MASTER or name in state["scalars"]
+        if kind == shard_files.MASTER or name in state["scalars"]
     ]
     wanted += [
-        (BUFFER, name, prod(entry["shape"]), getattr(torch, entry["dtype"]))
+        (shard_files.BUFFER, name, prod(entry["shape"]), getattr(torch, entry["dtype"]))
         for name, entry in state["buffers"].items()
     ]
     missing: dict[str, torch.Tensor] = {}
@@ -314,6 +300,7 @@ def _missing_fragments(tensors: Tensors, state: dict, shared: bool) -> dict[str,
         # what no span covers
         for start, stop in [*sorted(spans[kind, name]), (numel, numel)]:
             if start > at:
-                missing[fragment_key(kind, name, at)] = torch.empty(start - at, dtype=dtype, device="meta")
+                key = shard_files.fragment_key(kind, name, at)
+                missing[key] = torch.empty(start - at, dtype=dtype, device="meta")
             at = max(at, stop)
     return missing

@@ -183,19 +183,17 @@ class Rehearsal:
             part.notes.append("--gpu NAME lets the plan judge the memory of each GPU")
         need = memory_need(self.setup, machine.gpu_memory_bytes)
         there = f" of {num_bytes(gpu.memory_bytes)}" if gpu else ""
-        return (
-            f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most; {plan.steps:,} steps; "
-            f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
-        )
+        memory = f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most"
+        disk = f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
+        return f"{memory}; {plan.steps:,} steps; {disk}"
 
     def _run_folder(self, part: RehearsedPart) -> str:
         if self.is_elsewhere:
             return f"{self.run.path}: not looked at (the disk of the nodes is another)"
         changes_of_run(self.run.path, self.recipe.to_dict(), self.options.allow_change)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
-            raise UserError(
-                f"{self.run.path}: this run is finished: nothing would start; choose another --output_dir"
-            )
+            what = "this run is finished: nothing would start; choose another --output_dir"
+            raise UserError(f"{self.run.path}: {what}")
         state = "goes on" if self.run.recipe.exists() else "new"
         began, folder = time.perf_counter(), existing_folder(self.run.path)
         try:
@@ -214,10 +212,8 @@ class Rehearsal:
         address = self.recipe.checkpoints.upload
         if not address:
             if self.nodes > 1:
-                part.notes.append(
-                    f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
-                    "checkpoint along: --set checkpoints.upload=s3://bucket/runs"
-                )
+                why = f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
+                part.notes.append(f"{why}checkpoint along: --set checkpoints.upload=s3://bucket/runs")
             return "none (checkpoints.upload)"
         # beside the run's own files, so that nothing of it is touched
         store = RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact()
@@ -228,9 +224,8 @@ class Rehearsal:
         read = time.perf_counter() - began - written
         store.remove("probe")
         if found != content:
-            raise UserError(
-                f"{store.where('probe')}: what was written was not read back; check checkpoints.upload"
-            )
+            what = "what was written was not read back; check checkpoints.upload"
+            raise UserError(f"{store.where('probe')}: {what}")
         where = store.where("")[:-1]
         return f"{where}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
 
@@ -244,9 +239,8 @@ class Rehearsal:
             if isinstance(name := self.recipe.data.tokenizer, str):
                 refuse_missing_folder(name)
             data = stand_in_data(self.recipe, Path(f"stand-in-{self.recipe.data.name}")).for_run(self.recipe)
-        shards = [shard for split in data.manifest["splits"].values() for shard in split["shards"]]
-        tokens = data.train.num_tokens
-        found = f"{data.manifest['name']}: {tokens:,} tokens in {several(len(shards), 'shard')}"
+        number = sum(len(split["shards"]) for split in data.manifest["splits"].values())
+        found = f"{data.manifest['name']}: {data.train.num_tokens:,} tokens in {several(number, 'shard')}"
         self.data = data
         if isinstance(data, StandInData):
             return f"{found}, none of which exists"
@@ -257,10 +251,8 @@ class Rehearsal:
                 name = f"{split.name}/{shard['file']}"
                 size = sizes.get(shard["file"]) or split.remote.store.size(name)
                 if size not in (None, shard["size"]):
-                    raise UserError(
-                        f"{split.folder}/{shard['file']}: shard is {size:,} bytes, expected {shard['size']:,} bytes; "
-                        "copy the data there again"
-                    )
+                    what = f"shard is {size:,} bytes, expected {shard['size']:,} bytes; copy the data there again"
+                    raise UserError(f"{split.folder}/{shard['file']}: {what}")
         fingerprint = data.manifest["tokenizer"]["fingerprint"]
         return f"{found}, all there; its tokenizer is {fingerprint}, of {len(data.tokenizer):,} tokens"
 
@@ -269,11 +261,9 @@ class Rehearsal:
         first = self.recipe.step_sizes.tokens_at(STEPS_COMPARED) // self.recipe.sequence_length
         count = min(first, len(dataset))
         different = len(np.unique(dataset.block_numbers(np.arange(count))))
-        reads = self.world_size // self.setup.degrees.ranks_per_sample
-        return (
-            f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks, "
-            f"on {several(reads, 'group')} of ranks; no two groups share one"
-        )
+        groups = several(self.world_size // self.setup.degrees.ranks_per_sample, "group")
+        read = f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks"
+        return f"{read}, on {groups} of ranks; no two groups share one"
 
     def _environment(self, part: RehearsedPart) -> str:
         from pretraining.extend import load_extensions
@@ -287,27 +277,23 @@ class Rehearsal:
             project, prometheus = self.recipe.training.get("project"), self.recipe.monitors.prometheus
             build_trackers(named, self.run, self.recipe.name, project, prometheus)
         if self.nodes > 1 and not self.is_elsewhere and (name := loopback_name()):
-            what = f"{name}, the name of this host, leads to a loopback address: nodes like it cannot meet"
-            part.notes.append(what)
+            what = "leads to a loopback address: nodes like it cannot meet"
+            part.notes.append(f"{name}, the name of this host, {what}")
         if port := os.environ.get("MASTER_PORT"):
             try:
-                with socket.socket() as listener:
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    listener.bind(("", int(port)))
+                socket.create_server(("", int(port))).close()
             except (OSError, ValueError, OverflowError):
-                raise UserError(
-                    f"MASTER_PORT={port} is taken on this host, or is no port; choose another"
-                ) from None
+                what = "is taken on this host, or is no port; choose another"
+                raise UserError(f"MASTER_PORT={port} {what}") from None
         trackers = named if isinstance(named, str) else ", ".join(named)
         return f"{several(len(self.recipe.extensions), 'extension')}; trackers: {trackers or 'none'}"
 
     def _ranks(self, attempt: Callable[..., bool], part: RehearsedPart) -> str:
         need = memory_need(self.setup)
-        if need.state and need.state.host > MOST_HOST_BYTES:
-            raise UserError(
-                f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory, and so would a "
-                "rehearsal; rehearse the same recipe without offload, or on more ranks"
-            )
+        if need.state.host > MOST_HOST_BYTES:
+            what = f"each rank keeps {num_bytes(need.state.host)} of offloaded states in host memory"
+            remedy = "rehearse the same recipe without offload, or on more ranks"
+            raise UserError(f"{what}, and so would a rehearsal; {remedy}")
         ranks = rehearsed_ranks(self.world_size)
         # forked: a rank begins with what this process has imported
         context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
@@ -342,9 +328,8 @@ class Rehearsal:
         """Read what a rank has left, and print it."""
         path, log = (folder / f"{place.rank}{suffix}" for suffix in (".json", ".log"))
         killed = f"rank {place.rank}: its process was killed, perhaps for its memory; its output is {log}"
-        answer: dict = {"rank": place.rank, "fault": killed, "log": str(log)}
-        if path.exists():
-            answer = json.loads(path.read_text())
+        nothing = {"rank": place.rank, "fault": killed, "log": str(log)}
+        answer = json.loads(path.read_text()) if path.exists() else nothing
         self.ranks.append(answer)
         if answer["fault"]:
             return
@@ -371,7 +356,7 @@ def _be(rehearsal: Rehearsal, folder: Path, place: Any, attempt: Callable) -> No
         os.dup2(file.fileno(), 2)
     answer: dict = {"rank": place.rank, "node": place.node, "local_rank": place.local_rank, "fault": None}
     run, recipe = RunFolder(folder / f"run-{place.rank}"), rehearsal.recipe
-    asked = rehearsed.Asked(recipe, rehearsal.plan, rehearsal.data, rehearsal.options)
+    asked = recipe, rehearsal.plan, rehearsal.data, rehearsal.options
     try:
         starts = [rehearsed.start_as(place, attempt, asked, run) for _ in range(2)]
         ranks_per_sample = rehearsal.setup.degrees.ranks_per_sample

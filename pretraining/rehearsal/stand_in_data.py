@@ -79,13 +79,8 @@ def stand_in_data(recipe: Recipe, folder: Path) -> StandInData:
     numbers = range(len(recipe.data.sources), len(recipe.data.sources) + len(own)) if own else [0]
     validation = _entry("validation", dict.fromkeys(numbers, held_out), dtype)
     splits = {"train": train, "validation": validation}
-    manifest = {
-        "format": FORMAT,
-        "name": recipe.data.name,
-        "fingerprint": content_fingerprint(splits),
-        "data": recipe.data.to_dict(),
-        "splits": splits,
-    }
+    manifest = {"format": FORMAT, "name": recipe.data.name, "fingerprint": content_fingerprint(splits)}
+    manifest |= {"data": recipe.data.to_dict(), "splits": splits}
     opened = {name: StandInSplit(folder / name, entry) for name, entry in splits.items()}
     return StandInData(folder, manifest, opened["train"], opened["validation"])
 

@@ -9,16 +9,8 @@ from math import ceil
 from typing import NamedTuple
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
+from pretraining.planning import shapes
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Precision
-from pretraining.planning.shapes import (
-    Widths,
-    count_model,
-    is_mixture,
-    key_value_copies,
-    ranks_met,
-    rows_of_rank,
-    widths_of_rank,
-)
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
@@ -112,7 +104,7 @@ class Pass:
         """Return the bytes of the loss at its peak. width: of the head's input."""
         read, precision, vocab_size = 0, self.precision, self.model["vocab_size"]
         # a plain loss gathers them
-        logits = vocab_size if self.loss.kind == "plain" else rows_of_rank(vocab_size, self.degrees)
+        logits = vocab_size if self.loss.kind == "plain" else shapes.rows_of_rank(vocab_size, self.degrees)
         if self.wide_head:
             precision = replace(precision, weights=FP32, compute=FP32)
             # its input in fp32
@@ -131,7 +123,7 @@ def activations(given: Pass) -> Activations:
             capped -= SIXTEEN_BIT * model_size(given.model).head / degrees.tensor
         of_loss = given.loss_peak(value_of(given.model, "hidden_size"))
         return replace(passing, outside=passing.outside + capped, logits=of_loss)
-    shape, widths = model_with_defaults(given.model), widths_of_rank(given.model, degrees)
+    shape, widths = model_with_defaults(given.model), shapes.widths_of_rank(given.model, degrees)
     # each dropout on the residual stream keeps a mask of one byte an element
     dropouts = 2 if shape.get("resid_pdrop") else 0
     attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden + FP32 * given.wide_layer
@@ -141,7 +133,7 @@ def activations(given: Pass) -> Activations:
     largest, boundary = max(by_layer), precision.residual * widths.hidden
     # tables that say where rows are (`Copies` of model/parallel.py): source and place of each row sent and of each
     # choice, and where those of a token and of a received row begin
-    met = ranks_met(widths.experts, widths.chosen_experts, degrees.expert)
+    met = shapes.ranks_met(widths.experts, widths.chosen_experts, degrees.expert)
     tables = INDEX * (3 * met + 2 * widths.chosen_experts + 1) if degrees.expert > 1 else 0
     again = given.recomputed(widths.layers)
     products = read_anyway = 0.0
@@ -201,7 +193,7 @@ class _Layer(NamedTuple):
 
 def _of_counted(given: Pass) -> Activations:
     """Return what a model of any type keeps, as its forward pass was measured; of the loss, what comes before it."""
-    facts, precision, degrees = count_model(given.model), given.precision, given.degrees
+    facts, precision, degrees = shapes.count_model(given.model), given.precision, given.degrees
     rows, length = given.micro_batch, given.sequence_length
     tokens, found, layers = rows * length / degrees.sequence, {}, []
     if "bytes" in facts.kept:
@@ -210,16 +202,14 @@ def _of_counted(given: Pass) -> Activations:
     else:
         # estimated by what goes into a layer's matrices and comes out
         width, of_number = value_of(given.model, "hidden_size"), tokens * precision.compute
+        share = facts.chosen_experts / facts.experts if facts.experts else 1
         numbers: dict[int, float] = {}
         for tensor in facts.tensors:
             if tensor.layer is not None and tensor.decays:
-                met = (
-                    facts.chosen_experts / facts.experts if tensor.part == "experts" and facts.experts else 1
-                )
+                met = share if tensor.part == "experts" else 1
                 numbers[tensor.layer] = numbers.get(tensor.layer, 4 * width) + met * tensor.factors
-        layers = [
-            _Layer(of_number * each, of_number * width, of_number * each / 4) for each in numbers.values()
-        ]
+        sizes = [of_number * each for each in numbers.values()]
+        layers = [_Layer(size, of_number * width, size / 4) for size in sizes]
 
     def measured(key: str) -> tuple[float, float]:
         """Return the bytes that do not depend on tokens, such as copies of weights, and the others."""
@@ -235,14 +225,13 @@ def _of_counted(given: Pass) -> Activations:
         layers.append(_Layer(kept, measured(f"{kind} input")[1], measured(f"{kind} largest")[1], copies))
     if degrees.sequence > 1:
         # after the exchange back, the result is another tensor than the kernel's; keys and values may be copied
-        widths = widths_of_rank(given.model, degrees)
-        keys = 2 * widths.keys * (key_value_copies(widths, degrees) - 1)
+        widths = shapes.widths_of_rank(given.model, degrees)
+        keys = 2 * widths.keys * (shapes.key_value_copies(widths, degrees) - 1)
         exchanged = tokens * precision.compute * (widths.queries + keys)
         layers = [layer._replace(kept=layer.kept + exchanged) for layer in layers]
     again = given.recomputed(len(layers))
-    held = sum(
-        layer.input if redo else layer.kept + layer.copies for redo, layer in zip(again, layers, strict=True)
-    )
+    pairs = zip(again, layers, strict=True)
+    held = sum(layer.input if redo else layer.kept + layer.copies for redo, layer in pairs)
     # what is an argument of every recomputed layer stays with it
     outside = sum(sum(measured(key)) for key in ("outside", *(["arguments"] if any(again) else [])))
     largest = max(layers, key=lambda layer: layer.kept, default=_Layer(0, 0, 0))
@@ -285,7 +274,7 @@ def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> flo
     return FP32 * width + FP32 * groups + precision.residual * width
 
 
-def _attention(given: Pass, shape: dict, widths: Widths) -> float:
+def _attention(given: Pass, shape: dict, widths: shapes.Widths) -> float:
     """Return the bytes that attention keeps for a token: inputs, queries, keys, values, result, the kernel's own."""
     precision, degrees = given.precision, given.degrees
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
@@ -299,7 +288,7 @@ def _attention(given: Pass, shape: dict, widths: Widths) -> float:
         inputs += _norm(shape, widths.keys, narrow, widths.key_value_heads)
     if not given.is_eager:
         # flash and memory-efficient kernels keep one fp32 number per head and token (Dao et al. 2022, section 3)
-        keys = widths.keys * key_value_copies(widths, degrees)
+        keys = widths.keys * shapes.key_value_copies(widths, degrees)
         # after the exchange back, the result of split sequences is another tensor than the kernel's
         queries = (3 if degrees.sequence > 1 else 2) * widths.queries
         return inputs + width * (queries + 2 * keys) + FP32 * widths.heads
@@ -315,11 +304,11 @@ def _attention(given: Pass, shape: dict, widths: Widths) -> float:
     return inputs + 4 * width * widths.queries + probabilities
 
 
-def _feed_forward(given: Pass, shape: dict, widths: Widths, index: int) -> float:
+def _feed_forward(given: Pass, shape: dict, widths: shapes.Widths, index: int) -> float:
     """Return the bytes that a layer's feed-forward part keeps for a token."""
     precision, gpt2 = given.precision, shape["model_type"] == "gpt2"
     width = precision.compute
-    if is_mixture(shape, index):
+    if shapes.is_mixture(shape, index):
         # once for each chosen expert, and the router's in fp32
         of_expert = 2 * widths.hidden + 4 * widths.expert_inner
         if given.degrees.expert > 1:
@@ -339,13 +328,13 @@ def _feed_forward(given: Pass, shape: dict, widths: Widths, index: int) -> float
 
 def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: Degrees) -> float:
     """Return the bytes of a forward pass that keeps nothing: those of its widest layer, or of its logits."""
-    widths = widths_of_rank(model, degrees)
+    widths = shapes.widths_of_rank(model, degrees)
     # the residual stream, its sum with a layer's result, and a norm's copy in fp32
     stream = (2 * precision.residual + FP32) * widths.hidden
     attention = 2 * widths.queries + 2 * widths.keys
     if degrees.sequence > 1:
         # before the exchange, copied for it, as it comes, and joined (model/parallel.py)
-        attention = 4 * (widths.queries + 2 * widths.keys * key_value_copies(widths, degrees))
+        attention = 4 * (widths.queries + 2 * widths.keys * shapes.key_value_copies(widths, degrees))
     inner = (3 if widths.gated else 2) * widths.inner
     if widths.experts:
         inner = max(inner, widths.chosen_experts * (widths.hidden + 3 * widths.expert_inner))

@@ -5,7 +5,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
@@ -128,72 +127,36 @@ class MemoryNeed:
         return {**{name: getattr(self, name) for name in derived}, "phases": self.phases}
 
 
-class HeldByRank(NamedTuple):
-    """What the fullest rank holds of a model between the passes of a step, whatever passes through it.
-
-    Neither the micro-batch nor recomputation changes it, as long as a step has as many micro-batches.
-    """
-
-    state: ModelState
-    host: dict[str, float]
-    pinned: float
-    """Part of the host memory that offloading pins before the first step."""
-
-
-def held_by_rank(setup: Setup) -> HeldByRank:
-    state, optimizer = state_of(setup), optimizer_states(setup.recipe)
-    pinned = [
-        size
-        for family in setup.families
-        for size in pinned_by_offload(
-            setup.ds_config, family.ranks, setup.precision.weights, optimizer.in_groups(family.trained)
-        )
-    ]
-    host = _host_memory(setup, state)
-    if rounding := sum(pinned_bytes(size) - size for size in pinned):
-        host["rounding of pinned buffers"] = rounding
-    return HeldByRank(state, host, sum(map(pinned_bytes, pinned)))
-
-
-def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank | None = None) -> MemoryNeed:
+def memory_need(setup: Setup, gpu_memory: float | None = None, alike: MemoryNeed | None = None) -> MemoryNeed:
     """Return the memory that a recipe needs on so many GPUs; `UserError` if they do not divide the step.
 
     Args:
         gpu_memory: bytes of one GPU; the loss takes more on a larger one. None: a processor trains, or it is not known.
-        held: `held_by_rank` of the same, if it is known.
+        alike: the need if another number of layers is recomputed, which changes nothing of what a rank holds.
     """
     recipe, stage, degrees = setup.recipe, setup.stage, setup.degrees
-    state, host, pinned = held or held_by_rank(setup)
     optimizer, extra = optimizer_states(recipe), buffers(setup)
+    state, host, pinned = (alike.state, alike.host, alike.pinned) if alike else _held_by_rank(setup)
     of_layers = Counter()
-    for tensor in setup.wide:
-        if tensor.layer is not None:
-            of_layers[tensor.layer] += tensor.factors
-    passing = activations(
-        Pass(
-            recipe.model,
-            recipe.micro_batch,
-            recipe.sequence_length,
-            setup.precision,
-            recipe.training.recomputed_one_in,
-            loss=recipe.resolved_loss,
-            gpu_memory=gpu_memory,
-            keeps_products=recipe.speed.recompute == "operators",
-            degrees=degrees,
-            wide_head=setup.head_is_wide,
-            wide_layer=max(of_layers.values(), default=0),
-        )
+    for tensor in (each for each in setup.wide if each.layer is not None):
+        of_layers[tensor.layer] += tensor.factors
+    micro_batch = recipe.model, recipe.micro_batch, recipe.sequence_length, setup.precision
+    given = Pass(
+        *micro_batch,
+        every_n_layers=recipe.training.recomputed_one_in,
+        loss=recipe.resolved_loss,
+        gpu_memory=gpu_memory,
+        keeps_products=recipe.speed.recompute == "operators",
+        degrees=degrees,
+        wide_head=setup.head_is_wide,
+        wide_layer=max(of_layers.values(), default=0),
     )
     # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
     # all weights
-    copies = sum(
-        FP32
-        * sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
-        / (family.ranks if stage else 1)
-        for family in setup.families
-    )
-    extra = replace(extra, step=extra.step + copies)
-    phases = _phases(state, passing, extra, stage, setup.accumulation, optimizer.name)
+    for family in setup.families:
+        copied = sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
+        extra = replace(extra, step=extra.step + FP32 * copied / (family.ranks if stage else 1))
+    phases = _phases(state, activations(given), extra, stage, setup.accumulation, optimizer.name)
     # with whole sequences, and logits, which training may never have
     if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
         # every rank reads a part of each sequence, and no activations are kept
@@ -202,15 +165,19 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, held: HeldByRank 
         phases["validation"] = {**phases["loss"], "validation": of_pass}
         for name in ("activations", "logits and loss"):
             del phases["validation"][name]
-    return MemoryNeed(
-        phases=phases,
-        num_gpus=setup.world_size,
-        host=host,
-        nvme=state.nvme,
-        pinned=pinned,
-        state=state,
-        optimizer_states=optimizer.name,
-    )
+    return MemoryNeed(phases, setup.world_size, host, state.nvme, pinned, state, optimizer.name)
+
+
+def _held_by_rank(setup: Setup) -> tuple[ModelState, dict[str, float], float]:
+    """Return what the fullest rank holds between the passes of a step: its state, its host memory, what is pinned."""
+    state, optimizer = state_of(setup), optimizer_states(setup.recipe)
+    pinned, config, width = [], setup.ds_config, setup.precision.weights
+    for family in setup.families:
+        pinned += pinned_by_offload(config, family.ranks, width, optimizer.in_groups(family.trained))
+    host = _host_memory(setup, state)
+    if rounding := sum(pinned_bytes(size) - size for size in pinned):
+        host["rounding of pinned buffers"] = rounding
+    return state, host, sum(map(pinned_bytes, pinned))
 
 
 def skips_last_product(setup: Setup) -> bool:
@@ -330,8 +297,8 @@ def shrink(need: MemoryNeed, setup: Setup) -> str:
         # activations, logits and the loss all grow with the micro-batch
         smaller = f"--set training.per_device_train_batch_size={setup.recipe.micro_batch // 2}"
         return f"a smaller micro-batch ({smaller})"
-    shorter = part == "activations"
-    return "a shorter data.sequence_length" if shorter else "a smaller vocabulary or sequence length"
+    smaller = "a smaller vocabulary or sequence length"
+    return "a shorter data.sequence_length" if part == "activations" else smaller
 
 
 class MemoryVerb:
@@ -392,8 +359,8 @@ class MemoryVerb:
 
 def host_words(parts: dict) -> str:
     """Write what host memory is for; what the process itself takes is assumed, not counted."""
-    names = {name: name for name in parts} | {PROCESS: "assumed for the process"}
-    words = {name: f"{num_bytes(size)} {names[name]}" for name, size in parts.items()}
+    names = {PROCESS: "assumed for the process"}
+    words = {name: f"{num_bytes(size)} {names.get(name, name)}" for name, size in parts.items()}
     if BUILT in parts and SNAPSHOT in parts:
         # the two are never held at once (`MemoryNeed.host_bytes`)
         words[SNAPSHOT] = f"later {words[SNAPSHOT]}"

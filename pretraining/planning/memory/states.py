@@ -144,12 +144,8 @@ class ModelState:
 def state_of(setup: Setup) -> ModelState:
     """Return the model state of the fullest rank, with the recipe's optimizer."""
     optimizer, sixteen_bit = optimizer_states(setup.recipe), setup.precision.weights == SIXTEEN_BIT
-    states = [
-        model_state(
-            family, setup.ds_config, sixteen_bit, setup.accumulation, optimizer, setup.wide_of(family)
-        )
-        for family in setup.families
-    ]
+    held = setup.ds_config, sixteen_bit, setup.accumulation, optimizer
+    states = [model_state(family, *held, setup.wide_of(family)) for family in setup.families]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
 
@@ -234,11 +230,8 @@ def _moments(optimizer: OptimizerStates, groups: Groups, world_size: int, stage:
         tensors = [tensor for group in groups for tensor in group]
         return sum(optimizer.bytes_of(t) * -(-t.numel // world_size) / t.numel for t in tensors)
     # stages 1 and 2 cut a whole group into equal slices: a rank's share of its states is its share of the elements
-    return sum(
-        sum(map(optimizer.bytes_of, group)) * _slice(_numel(group), world_size) / _numel(group)
-        for group in groups
-        if group
-    )
+    sizes = [(sum(map(optimizer.bytes_of, group)), _numel(group)) for group in groups if group]
+    return sum(size * _slice(numel, world_size) / numel for size, numel in sizes)
 
 
 def _numel(group: Sequence[Tensor]) -> int:
@@ -329,11 +322,8 @@ def checkpoint_bytes(
     return trained + width * _numel(frozen)
 
 
-REDUCE_BUCKET = 500_000_000
-MAX_REUSE_DISTANCE = 1_000_000_000
-PREFETCH_BUCKET = 50_000_000
-MAX_LIVE_PARAMETERS = 1_000_000_000
-SUB_GROUP = 1_000_000_000
+REDUCE_BUCKET, PREFETCH_BUCKET = 500_000_000, 50_000_000
+MAX_REUSE_DISTANCE = MAX_LIVE_PARAMETERS = SUB_GROUP = 1_000_000_000
 """Elements: DeepSpeed 0.19.8's defaults (runtime/zero/config.py)."""
 
 
@@ -375,6 +365,8 @@ def buffers(setup: Setup) -> Buffers:
         # of the layers that modules in fp32 are in, as many are gathered as of all
         inside = _numel([tensor for tensor in wide if tensor.layer is not None])
         wider -= (FP32 - element) * inside * (1 - gathered / _numel(tensors))
+        # one sub-group is stepped after another
+        stepped = min(share, _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP))
         return Buffers(
             buckets=bucket,
             gathered=element * gathered + wider,
@@ -383,10 +375,8 @@ def buffers(setup: Setup) -> Buffers:
                 element * layer_numel(tensors) * as_one,
                 *((FP32 if tensor in wide else element) * tensor.numel for tensor in tensors),
             ),
-            # stage 3 steps one sub-group after another; an offloaded optimizer copies in host memory
-            step=0
-            if optimizer_device(config) != "gpu"
-            else FP32 * min(share, _elements(zero, "sub_group_size", SUB_GROUP, SUB_GROUP)),
+            # an offloaded optimizer copies in host memory
+            step=FP32 * stepped if optimizer_device(config) == "gpu" else 0,
         )
     # two buffers take turns if the backward pass goes on during a reduction (`setup_buckets`, stage_1_and_2.py)
     turns = 2 if zero.get("overlap_comm") else 1
