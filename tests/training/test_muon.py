@@ -13,7 +13,6 @@ from pretraining.checkpoints.shard_files import CheckpointReader
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.recipe import load_recipe
 from pretraining.recipe.optimizer import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR, Optimizer
-from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import Training
 from pretraining.training import muon
 from pretraining.training.muon import (
@@ -32,7 +31,6 @@ from pretraining.training.optimizers import (
     kinds_of,
 )
 from pretraining.upstream.matrices import hidden_matrices
-from tests.gear.finished_data import refusal
 from tests.gear.runs import GPT_OSS, LLAMA, MODELS
 from tests.training.test_curve import IN_BF16
 
@@ -444,28 +442,6 @@ def test_partitions_nobody_told_of_are_not_passed_over():
     stranger.grad = torch.ones(8)
     with pytest.raises(AssertionError, match="not told"):
         optimizer.step()
-
-
-REFUSED = {
-    "muon offloaded": (MUON, "zero2_offload", "optimizer.name: muon runs where its weights are"),
-    "muon and sgd": ([*MUON, "training.optim=sgd"], "zero2", "exclude training.optim sgd"),
-    "adafactor sliced": (["training.optim=adafactor"], "zero2", "use --deepspeed null or zero0"),
-    "8-bit sliced": (["training.optim=adamw_8bit"], "zero3", "ZeRO-3 gives it slices"),
-    "torchao's 8-bit": (
-        ["training.optim=adamw_torch_8bit"],
-        "zero0",
-        "cannot hold (adamw_bnb_8bit keeps plain ones)",
-    ),
-    "sgd offloaded": (["training.optim=sgd"], "zero3_offload", "replaces it by DeepSpeed's CPU Adam"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_stage_would_change_is_refused_by_name(name):
-    """Bad input: one line that names the key, and what to write."""
-    settings, stage, words = REFUSED[name]
-    said = refusal(load_recipe_and_ds_config, "features/gpt2", settings, stage)
-    assert "recipes/features/gpt2.json" in said and words in said
 
 
 def test_the_trainer_s_own_optimizer_stays_the_default():
