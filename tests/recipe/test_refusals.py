@@ -229,6 +229,8 @@ data.decontaminate={}
     data.decontaminate: names no evaluation sets
 'data.decontaminate={"tasks": ["arc_easy"], "shortest": 20}'
     data.decontaminate.shortest: is 20, more than data.decontaminate.ngram 13
+named 'data.mixture={"stages": [{"weights": {"nots": 1}}]}'
+    names no source; did you mean 'notes'
 data.name={"x" * 201}
     data.name: has 201 bytes; it must have at most 200
 llama loss.router_z_loss=0.1
@@ -367,6 +369,9 @@ CONSTANT = ("lr_scheduler_type=constant_with_warmup", "lr_scheduler_kwargs={}")
 SHORT = {
     "llama": [f"model={json.dumps({**LLAMA, 'vocab_size': 1024})}", "data.sequence_length=64"],
     "experts": [f"model={json.dumps({**EXPERTS, 'vocab_size': 1024})}", "data.sequence_length=64"],
+    "named": [
+        'data.sources=[{"path": "x.txt", "name": "notes", "weight": 1}, {"path": "y.txt", "weight": 1}]'
+    ],
     "wsd": ["training.lr_scheduler_type=warmup_stable_decay"],
     "schedule_free": [f"training.{each}" for each in ("optim=schedule_free_adamw", *CONSTANT)],
 }

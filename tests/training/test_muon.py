@@ -107,13 +107,8 @@ def test_newton_schulz_is_the_paper_s():
     for batch, found in zip(batches, orthogonalize_all(batches), strict=True):
         for matrix, result in zip(batch, found, strict=True):
             torch.testing.assert_close(result, newton_schulz_of_the_paper(matrix), rtol=1e-10, atol=1e-12)
-
-
-def test_singular_values_come_near_one():
-    """What the iteration is for: the singular vectors stay, the values lie between 0.6 and 1.3."""
-    torch.manual_seed(0)
-    matrix = torch.randn(1, 40, 64, dtype=torch.float64)
-    values = torch.linalg.svdvals(orthogonalize(matrix)[0])
+    # what the iteration is for
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(1, 40, 64, dtype=torch.float64))[0])
     assert values.min() > 0.6 and values.max() < 1.3
     assert not torch.isnan(orthogonalize(torch.zeros(1, 4, 4))).any()
 
