@@ -26,7 +26,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gear import REPOSITORY, choices, chosen, parser_of, record
+from gear import REPOSITORY, choices, chosen, parser_of, record, run_command
 
 RATES = {
     "optimizers": [0.0025, 0.005, 0.01],
@@ -50,8 +50,7 @@ def main() -> None:
     parser.add_argument("--deepspeed", default="null")
     options = parser.parse_args()
     options.rates = options.rates or RATES[options.what]
-    command = [sys.executable, "data_prep.py", "--recipe", options.recipe]
-    subprocess.run(command, cwd=REPOSITORY, check=True)
+    run_command(sys.executable, "data_prep.py", "--recipe", options.recipe)
     {"optimizers": compare_optimizers, "transfer": compare_widths}[options.what](options)
 
 

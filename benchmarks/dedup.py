@@ -62,7 +62,8 @@ def main() -> None:
         values = {"documents": len(texts), "bytes": sum(len(text.encode()) for text in texts)}
         values["pairs_at_0.8"] = sum(value >= 0.8 for value in truth.values())
         for engine in engines:
-            values[engine] = quality(truth, kept_by(folder / engine), len(texts))
+            rows = (json.loads(line) for path in (folder / engine).glob("*.jsonl") for line in path.open())
+            values[engine] = quality(truth, {int(row["id"]) for row in rows}, len(texts))
             values[engine]["cpu_seconds"] = round(statistics.median(seconds[engine]), 2)
         values["ours"].update(details_of_ours(folder / "ours", truth, len(texts)))
         record("dedup", {**values, "repeats": options.repeats}, options.keep)
@@ -180,10 +181,6 @@ def run_datatrove(folder: Path) -> None:
     ]
     for number, (tasks, pipeline) in enumerate(stages):
         LocalPipelineExecutor(pipeline, tasks=tasks, workers=1, logging_dir=str(work / f"log{number}")).run()
-
-
-def kept_by(work: Path) -> set[int]:
-    return {int(json.loads(line)["id"]) for path in work.glob("*.jsonl") for line in path.open()}
 
 
 def quality(truth: dict, kept: set[int], num_documents: int) -> dict:

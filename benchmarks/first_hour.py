@@ -19,10 +19,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from gear import REPOSITORY, RESULTS
+from gear import REPOSITORY, RESULTS, STAGES
 
 LIMIT_SECONDS = 600
-STAGES = ("zero0", "zero1", "zero2", "zero3")
 
 
 class Piece(NamedTuple):
@@ -141,17 +140,8 @@ def pieces_of(options: argparse.Namespace, gpus: int) -> list[Piece]:
     found.append(Piece("data", f"the text of {recipe}, as far as its short runs need it", prepare, gpus=0))
     for stage in STAGES:
         run_folder = ("--output_dir", str(options.folder / stage))
-        words = (
-            *launched,
-            "train.py",
-            "--recipe",
-            recipe,
-            *data,
-            *run_folder,
-            "--deepspeed",
-            stage,
-            *limit,
-        )
+        given = ("--recipe", recipe, "--deepspeed", stage, *data, *run_folder, *limit)
+        words = (*launched, "train.py", *given)
         found.append(Piece(stage, f"{recipe} at {stage}: its curve, speed and memory", words))
     return found
 

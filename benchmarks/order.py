@@ -42,16 +42,13 @@ def mixed(shares) -> MixedOrder:
     return MixedOrder(Interleaving([InterleavedStage.of(0, None, shares)]), orders)
 
 
-def twenty_sizes() -> list[int]:
-    """Sizes from 10^6 to 10^10 tokens, of no common measure."""
-    return [int(size) | 1 for size in np.geomspace(1e6, 1e10, 20)]
-
-
+TWENTY_SIZES = [int(size) | 1 for size in np.geomspace(1e6, 1e10, 20)]
+"""Tokens, of no common measure."""
 BUILDERS: dict[str, Callable[[], Order]] = {
     "global": lambda: GlobalOrder(NUM_BLOCKS, 0, "benchmark"),
     "groups_of_16": lambda: grouped(NUM_BLOCKS, 16),
     "mixture_of_3": lambda: mixed(exact_shares([0.7, 0.2, 0.1])),
-    "mixture_of_20": lambda: mixed(shares_of_sizes(twenty_sizes())),
+    "mixture_of_20": lambda: mixed(shares_of_sizes(TWENTY_SIZES)),
 }
 
 

@@ -22,7 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gear import REPOSITORY, choices, in_fresh_process, kept, parser_of, record
+from gear import REPOSITORY, choices, in_fresh_process, kept, parser_of, record, run_command
 
 DEMO, GPT2 = "tiny", "features/gpt2"
 WARMUP_SHARE, FLOOR = 0.05, 0.1
@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     seeds = range(options.seeds)
-    prepare(DEMO)
+    run_command(sys.executable, "data_prep.py", "--recipe", DEMO)
     ways = {
         name: [curve_of(options.folder, name, seed, run_recipe, options.evaluations) for seed in seeds]
         for name in (DEMO, GPT2)
@@ -67,10 +67,6 @@ def main() -> None:
         record("time_to_loss", values, options.keep)
     if options.picture:
         draw(ways, options.picture)
-
-
-def prepare(recipe: str) -> None:
-    subprocess.run([sys.executable, "data_prep.py", "--recipe", recipe], cwd=REPOSITORY, check=True)
 
 
 def curve_of(folder: Path, name: str, seed: int, run, *rest) -> list[list[float]]:

@@ -2,7 +2,6 @@
 
 import errno
 import gzip
-import hashlib
 import json
 import os
 import random
@@ -25,11 +24,10 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import preparation_lock
 from pretraining.errors import UserError
-from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
 from tests.gear.local_hub import LocalHub
-from tests.gear.runs import REPOSITORY, execute
+from tests.gear.runs import REPOSITORY, bytes_of, execute
 
 WORDS = [
     "def",
@@ -70,11 +68,6 @@ def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
 
 def prepare(root: Path, recipe, replace: bool = False) -> Path:
     return prepare_data(recipe, root, show_progress=False, replace=replace).folder
-
-
-def bytes_of(folder: Path) -> dict[str, str]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def refusal(root: Path, recipe) -> str:
@@ -571,10 +564,3 @@ def test_a_count_needs_nothing_cleaned(corpus):
     recipe = recipe_for(corpus, dedup={"exact": True, "minhash": None}, filters=[{"rule": "pii"}])
     counts = count_data(recipe, None, show_progress=False)
     assert counts["total"]["documents"] == 80 and counts["before_cleaning"]
-
-
-def test_a_mixture_is_refused_before_its_data_is_prepared():
-    sources = json.dumps([{"path": "x.txt", "name": name, "weight": 1} for name in ("notes", "web")])
-    mixture = json.dumps({"stages": [{"weights": {"nots": 1}}]})
-    with pytest.raises(UserError, match="names no source; did you mean 'notes'"):
-        load_recipe("features/gpt2", [f"data.sources={sources}", f"data.mixture={mixture}"])

@@ -46,6 +46,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.evaluation.validation import Evaluator
 from pretraining.model.build import build_from_recipe
 from pretraining.model.loss import build_loss
+from pretraining.reporting import analysis, live
 from pretraining.training import monitors, trainer
 from pretraining.upstream.torch import ask_the_processor_once
 from tests.gear.answers_here import answer_here

@@ -39,10 +39,8 @@ LEAVING_SECONDS = 60
 PORTS = range(20_000, 29_000)
 """Below those that the system gives to whoever asks for any."""
 
-LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"} | {
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+LAUNCHED |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Variables that a launcher sets."""
 
 SMALL_RECIPE = {
@@ -90,16 +88,9 @@ SMALL_RECIPE = {
 }
 STEPS = 10
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "max_position_embeddings": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 64, "hidden_size": 64}
+LLAMA |= {"intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2}
 ROUTED = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 EXPERTS = {
     **LLAMA,

@@ -4,18 +4,9 @@ import re
 
 from pretraining.recipe.model import EXPERTS, LOGIT_CAP
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "intermediate_size": 48,
-    "num_key_value_heads": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"max_position_embeddings": 32, "intermediate_size": 48, "num_key_value_heads": 2}
+SMALL |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OTHERS = {"head_dim": 8, "rotary_dim": 8, "pad_token_id": 0}
 LATENT = {
     "qk_nope_head_dim": 8,

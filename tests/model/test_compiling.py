@@ -195,25 +195,6 @@ def test_a_compiled_run_goes_on_without(workshop, tmp_path, stage):
     assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
 
 
-WITH_A_MODE = ("compile=whole", "compile_backend=aot_eager", "compile_mode=max-autotune")
-REFUSED = {
-    "blocks on a drive": ("zero3_nvme", ["compile=blocks"], "a compiled block needs all its weights"),
-    "CUDA graphs": ("zero3", ["compile_mode=reduce-overhead"], "which records CUDA graphs"),
-    "DeepCompile without ZeRO": ("zero0", ["compile=deepcompile"], "is deepcompile, which needs ZeRO"),
-    "DeepCompile, offload": ("zero3_offload", ["compile=deepcompile"], "which is not tried with offload"),
-    "DeepCompile, a loss that holds the head": ("zero3", ["compile=deepcompile"], "--set loss.kind=plain"),
-    "a mode of inductor": ("zero2", [*WITH_A_MODE], "compile_mode: is max-autotune, a mode of inductor"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_compiled_is_one_line(name):
-    """Bad input: what, and what to write."""
-    stage, speed, words = REFUSED[name]
-    said = refusal(load_recipe_and_ds_config, "features/gpt2", [f"speed.{each}" for each in speed], stage)
-    assert "speed.compile" in said and words in said
-
-
 def test_deepcompile_is_started_by_its_switch(capsys):
     """The engine compiles once it is mended; what the log says is honest about it. Nothing of it runs on a CPU."""
     settings = ["speed.compile=deepcompile", "loss.kind=plain"]

@@ -9,10 +9,8 @@ import torch
 from pretraining.model.build import build_model
 from pretraining.recipe import load_recipe, model_with_defaults
 from pretraining.recipe.optimizer import Mup, Optimizer, Scales, scales_by_name
-from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import Training
 from pretraining.training.optimizers import choose_optimizer, describe_groups
-from tests.gear.finished_data import refusal
 from tests.gear.runs import MODELS, TOKENIZER
 
 MUP = ("mup.base_width=16", "mup.base_layers=1")
@@ -162,21 +160,3 @@ def test_groups_are_told_with_their_rates(arguments):
     assert any(line.startswith("norms and biases") and "rate 0.00125" in line for line in lines), "final norm"
     total = sum(int(line.split("tensors, ")[1].split(" ")[0].replace(",", "")) for line in lines)
     assert total == sum(p.numel() for p in model.parameters())
-
-
-REFUSED = {
-    "no width": (["mup.base_layers=2"], "mup.base_layers: is set without mup.base_width"),
-    "gpt2's heads": (["mup.base_width=64", "mup.base_head_size=8"], "grow by more heads of the same size"),
-    "offloaded": (["mup.base_width=64"], "muP runs where its weights are"),
-    "another optimizer": (["mup.base_width=64", "training.optim=sgd"], "exclude training.optim sgd"),
-    "experts": (["mup.base_width=256"], "no rule here for the routers and experts of mixtral"),
-}
-RECIPES = {"experts": "moe-1.5b"}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_rule_is_refused_by_name(name):
-    settings, words = REFUSED[name]
-    stage, recipe = "zero2_offload" if name == "offloaded" else "zero2", RECIPES.get(name, "features/gpt2")
-    said = refusal(load_recipe_and_ds_config, recipe, settings, stage)
-    assert f"recipes/{recipe}.json" in said and words in said

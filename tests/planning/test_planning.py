@@ -23,15 +23,9 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from tests.gear.runs import REPOSITORY, answer_of, execute
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 640, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4}
-GROUPED = {
-    "vocab_size": 640,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "max_position_embeddings": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
+GROUPED = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 176}
+GROUPED |= {"max_position_embeddings": 128, "num_hidden_layers": 3, "num_attention_heads": 8}
+GROUPED |= {"num_key_value_heads": 2}
 MIXTRAL = {"model_type": "mixtral", **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN3_MOE = {"model_type": "qwen3_moe", **GROUPED, "num_experts": 8, "num_experts_per_tok": 2}
 QWEN3_MOE["moe_intermediate_size"] = 24
@@ -188,20 +182,8 @@ def test_the_screen_says_what_it_takes_and_what_is_tight():
     text = as_text(answer)
     assert sum(answer["memory"]["parts"].values()) + answer["memory"]["reserve"] == answer["memory"]["total"]
     assert all(f"  {part} " in text for part in answer["memory"]["parts"])
-    labels = (
-        "largest",
-        "host memory",
-        "time",
-        "MFU",
-        "expected",
-        "step",
-        "money",
-        "energy",
-        "disk",
-        "data",
-        "tight",
-    )
-    for label in labels:
+    labels = "largest,host memory,time,MFU,expected,step,money,energy,disk,data,tight"
+    for label in labels.split(","):
         assert any(line.startswith(f"{label} ") for line in text.splitlines()), label
     paid = answer["forecast"]["cost"]["gpu_hours"]
     assert paid == pytest.approx(8 * answer["forecast"]["expected_seconds"] / 3600)

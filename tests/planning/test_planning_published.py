@@ -68,17 +68,9 @@ def test_palms_utilization():
     assert model_flops_utilization(238.3e3, flops, 6144, 275e12) == pytest.approx(0.462, rel=0.005)
 
 
-LLAMA_65B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 8192,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
+LLAMA_65B = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 8192}
+LLAMA_65B |= {"intermediate_size": 22016, "num_hidden_layers": 80, "num_attention_heads": 64}
+LLAMA_65B |= {"num_key_value_heads": 64, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 LLAMA_HOURS = {"7B": (82432, 36), "13B": (135168, 59), "33B": (530432, 233), "65B": (1022362, 449)}
 
 

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretraining.model.build import keep_products
 from pretraining.planning.shapes import PARTS as PART_NAMES
+from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import flops_per_token, model_size, size_of_recipe
 from pretraining.recipe.sections import Weights
 from tests.planning.test_planning import DENSE_MODELS, GPT2, MODELS, SHIPPED, build
@@ -81,7 +82,11 @@ def test_models_are_counted_to_the_last_parameter(name):
     """
     model = COUNTED[name]
     size, counted, idle = model_size(model), dict.fromkeys(PART_NAMES, 0), 0
-    for key, parameter in build(model).named_parameters():
+    parameters = dict(build(model).named_parameters())
+    # padding and what straddles two ranks depend on every single tensor
+    tensors = sorted(tensor.numel for tensor in parameter_tensors(model))
+    assert tensors == sorted(parameter.numel() for parameter in parameters.values())
+    for key, parameter in parameters.items():
         counted[part_of(key)] += parameter.numel()
         if ".experts." in key:
             experts = parameter.shape[0]

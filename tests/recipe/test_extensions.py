@@ -28,15 +28,8 @@ from tests.house.test_layers import HEAVY, modules_after
 
 PARTS, MODEL = (RECIPES / "features" / "files" / f"own_{name}.py" for name in ("parts", "model"))
 LOGGED_KEYS = REPOSITORY / "tests" / "gear" / "logged_keys.py"
-SHAPE = {
-    "model_type": "parallel",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+SHAPE = {"model_type": "parallel", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 ALL_KINDS = (
     f"extensions={json.dumps([str(PARTS), str(MODEL), str(LOGGED_KEYS)])}",
     f"model={json.dumps(SHAPE)}",

@@ -290,40 +290,14 @@ def test_rates_are_those_of_the_published_formula(name):
         assert peak * ours(step) == pytest.approx(peak * theirs(step), abs=1e-9), step
 
 
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 384,
-    "max_position_embeddings": 64,
-    "sliding_window": 16,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "ffn_dim": 96,
-    "word_embed_proj_dim": 64,
-}
-QUIET = {
-    "bf16": "false",
-    "dataloader_num_workers": 0,
-    "dataloader_persistent_workers": "false",
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+SMALL |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SMALL |= {"vocab_size": 384, "max_position_embeddings": 64, "sliding_window": 16, "num_experts": 8}
+SMALL |= {"num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "kv_lora_rank": 16}
+SMALL |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_embd": 64, "n_layer": 2}
+SMALL |= {"n_head": 4, "n_positions": 64, "ffn_dim": 96, "word_embed_proj_dim": 64}
+QUIET = {"bf16": "false", "dataloader_num_workers": 0, "dataloader_persistent_workers": "false"}
+QUIET |= {"logging_steps": 1, "report_to": "none", "save_strategy": "no"}
 SIZES = ("gpt2-350m-llmc", "cerebras-1.3b", "cerebras-1.3b-mup", "pythia-70m", "pythia-1.4b", "olmo2-7b")
 SIZES += ("smollm2-360m", "smollm2-1.7b")
 """Of families of which another size trains: cut small they are one run, but for the peak of the rate."""

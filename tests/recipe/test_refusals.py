@@ -14,6 +14,7 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import KEYWORDS
+from tests.gear.finished_data import refusal
 from tests.gear.recipe_fuzz import RecipeFuzz, checked_recipes, is_looser, plan_outcome, training_outcome
 from tests.gear.runs import EXPERTS, LLAMA, execute
 
@@ -228,6 +229,8 @@ data.decontaminate={}
     data.decontaminate: names no evaluation sets
 'data.decontaminate={"tasks": ["arc_easy"], "shortest": 20}'
     data.decontaminate.shortest: is 20, more than data.decontaminate.ngram 13
+named 'data.mixture={"stages": [{"weights": {"nots": 1}}]}'
+    names no source; did you mean 'notes'
 data.name={"x" * 201}
     data.name: has 201 bytes; it must have at most 200
 llama loss.router_z_loss=0.1
@@ -259,47 +262,145 @@ optimizer.name=muon --deepspeed=zero3_offload
 speed.compile=blocks speed.compile_mode=reduce-overhead --deepspeed=zero3
     speed.compile_mode: is reduce-overhead, which records CUDA graphs of weights that stay where they are
 training.optim=adafactor
-    training.optim: is adafactor, whose update looks at whole parameters, and ZeRO-2 gives it slices
+    whose update looks at whole parameters, and ZeRO-2 gives it slices; use --deepspeed null or zero0
 training.optim=lomo
     training.optim: is lomo, which steps inside the backward pass
 training.optim=sgd --deepspeed=zero2_offload
     training.optim: is sgd, but offloading the optimizer replaces it by DeepSpeed's CPU Adam
+optimizer.name=muon training.optim=sgd
+    optimizer.name: groups of their own exclude training.optim sgd
+training.optim=adamw_8bit --deepspeed=zero3
+    training.optim: is adamw_8bit, whose update looks at whole parameters, and ZeRO-3 gives it slices
+training.optim=adamw_torch_8bit --deepspeed=zero0
+    cannot hold (adamw_bnb_8bit keeps plain ones)
+schedule_free optimizer.average_decay=0.9
+    optimizer.average_decay: is set, but schedule_free_adamw averages
+optimizer.average_decay=0.9 --deepspeed=zero3_nvme
+    optimizer.average_decay: needs five buffers on NVMe
+optimizer.average_decay=1
+    optimizer.average_decay: is 1
+evaluation.metric=average_loss
+    evaluation.metric: is 'average_loss', which no validation
+schedule_free training.lr_scheduler_type=cosine
+    training.lr_scheduler_type: is cosine, but schedule_free_adamw does without a decay; write constant or
+schedule_free training.lr_scheduler_type=warmup_stable_decay
+    is warmup_stable_decay, but schedule_free_adamw does without a decay; write constant or
+schedule_free training.adam_beta1=0.0
+    training.adam_beta1: is 0: schedule_free_adamw would train weights that do not tell their average; write 0.9
+'budget.ramp={"from_tokens_per_step": 1000, "over_tokens": 20480}'
+    budget.ramp.from_tokens_per_step: 1000 is not a multiple of the sequence length 128; the nearest are 896 and
+'budget.ramp={"from_tokens_per_step": 512, "over_tokens": 20480, "increment": 896}'
+    budget.ramp.increment: 896 does not lead from 512 to 2048 in whole stairs; the nearest that does is 768
+'budget.ramp={"from_tokens_per_step": 2048, "over_tokens": 20480}'
+    not below budget.tokens_per_step 2048
+'budget.ramp={"from_tokens_per_step": 512, "over_tokens": 9999999999}'
+    more than budget.tokens
+'budget.ramp={"from_tokens_per_step": 512}'
+    budget.ramp.over_tokens: is missing
+budget.warmup_tokens=2048
+    budget.warmup_tokens: and training.warmup_steps are both there
+budget.warmup_tokens=2048 training.warmup_steps=0 training.lr_scheduler_type=constant
+    budget.warmup_tokens: is set, but training.lr_scheduler_type constant has no warm-up; write constant_with_warmup
+budget.decay_tokens=2048
+    budget.decay_tokens: is for training.lr_scheduler_type warmup_stable_decay
+budget.warmup_tokens=2048000 budget.decay_tokens=2048 training.warmup_steps=0
+    budget.decay_tokens: is 2048; warm-up and decay together take 2050048, more than budget.tokens 2048000
+wsd training.lr_scheduler_kwargs={} budget.decay_tokens=0.2 training.warmup_steps=900
+    budget.decay_tokens: is 200 steps; with 900 steps of warm-up that is more than the run's 1000 steps
+wsd 'training.lr_scheduler_kwargs={"num_decay_steps": 1}' budget.decay_tokens=2048
+    budget.decay_tokens: and training.lr_scheduler_kwargs.num_decay_steps are both there
+'optimizer.groups=[{"kind": "hidden", "names": "*"}]'
+    needs exactly one of kind, names
+'optimizer.groups=[{"kind": "hidden", "momentum": [["end", 0], [10, 0]]}]'
+    momentum.1: is at step 10, before the one
+'optimizer.groups=[{"kind": "hidden", "momentum": [[0, 0.5, "wave"]]}]'
+    is [0, 0.5, "wave"]; write [place, value]
+'optimizer.groups=[{"kind": "hidden", "momentum": [[0, 1]]}]'
+    has the value 1; it must be at least 0 and less than 1
+'optimizer.polynomial=[[1, 2, 3], [1, 2, 3, 4]]'
+    optimizer.polynomial: has [1, 2, 3, 4]; write the three coefficients
+training.lr_scheduler_type=piecewise training.lr_scheduler_kwargs={}
+    lr_scheduler_kwargs: needs exactly one of points; it has none
+training.lr_scheduler_type=piecewise 'training.lr_scheduler_kwargs={"points": [[0, 1]]}'
+    training.warmup_steps: is given, but piecewise has its warm-up in its points
+monitors.profile.steps=[5,2]
+    monitors.profile.steps: is [5, 2]; write the first and the last step
+monitors.profile.steps=[1,2,3]
+    write the first and the last step
+monitors.profile.steps=5000
+    is 5000, but the run has 1000 steps
+monitors.profile.steps=0
+    at least 1
+monitors.profile.memory=true
+    monitors.profile.steps: is missing
+monitors.profile.step=3
+    did you mean 'monitors.profile.steps'
+monitors.spikes.policy=skip monitors.spikes.rule=deviations training.fp16=true
+    monitors.spikes.rule: is deviations, whose refused steps would lower
+mup.base_layers=2
+    mup.base_layers: is set without mup.base_width
+mup.base_width=64 mup.base_head_size=8
+    grow by more heads of the same size
+mup.base_width=64 --deepspeed=zero2_offload
+    muP runs where its weights are
+mup.base_width=64 training.optim=sgd
+    exclude training.optim sgd
+mup.base_width=256 --recipe=moe-1.5b
+    no rule here for the routers and experts of mixtral
+speed.compile=blocks --deepspeed=zero3_nvme
+    speed.compile: a compiled block needs all its weights
+speed.compile=deepcompile --deepspeed=zero0
+    speed.compile: is deepcompile, which needs ZeRO
+speed.compile=deepcompile --deepspeed=zero3_offload
+    speed.compile: is deepcompile, which is not tried with offload
+speed.compile=deepcompile --deepspeed=zero3
+    speed.compile: is deepcompile, and loss.kind auto leaves the head out of its graph; --set loss.kind=plain
+speed.compile=whole speed.compile_backend=aot_eager speed.compile_mode=max-autotune
+    speed.compile_mode: is max-autotune, a mode of inductor
+speed.fp8=tensorwise training.bf16=false --recipe=qk-norm --deepspeed=zero2
+    goes with training.bf16
+optimizer.qk_clip=9 --recipe=qk-norm
+    optimizer.qk_clip: does not hold for qwen3 (its logits do not
+optimizer.qk_clip=9 speed.compile=whole --deepspeed=zero1 --recipe=124m
+    optimizer.qk_clip: ends a graph at every attention
 """
-"""What is set over `tiny`, as a shell takes it, and below it what is said."""
+"""What is set over `features/gpt2` or `--recipe`, as a shell takes it, and below it what is said."""
+CONSTANT = ("lr_scheduler_type=constant_with_warmup", "lr_scheduler_kwargs={}")
 SHORT = {
     "llama": [f"model={json.dumps({**LLAMA, 'vocab_size': 1024})}", "data.sequence_length=64"],
     "experts": [f"model={json.dumps({**EXPERTS, 'vocab_size': 1024})}", "data.sequence_length=64"],
+    "named": [
+        'data.sources=[{"path": "x.txt", "name": "notes", "weight": 1}, {"path": "y.txt", "weight": 1}]'
+    ],
     "wsd": ["training.lr_scheduler_type=warmup_stable_decay"],
+    "schedule_free": [f"training.{each}" for each in ("optim=schedule_free_adamw", *CONSTANT)],
 }
 LARGE = {"{2**59}": str(2**59), "{2**63}": str(2**63), '{"x" * 201}': "x" * 201}
 LINES = GIVEN.strip().splitlines()
 REFUSED = {typed: said.strip() for typed, said in zip(LINES[::2], LINES[1::2], strict=True)}
 
 
-def settings_of(typed: str) -> tuple[list[str], str | None]:
-    """The `--set` texts, and the ds_config."""
+def settings_of(typed: str) -> tuple[list[str], dict[str, str]]:
+    """The `--set` texts, and {option: value} of the others."""
     for name, value in LARGE.items():
         typed = typed.replace(name, value)
     words = [each for word in shlex.split(typed) for each in SHORT.get(word, [word])]
-    stages = [word.removeprefix("--deepspeed=") for word in words if word.startswith("--deepspeed=")]
-    return [word for word in words if not word.startswith("--")], stages[0] if stages else None
+    options = dict(word[2:].split("=") for word in words if word.startswith("--"))
+    return [word for word in words if not word.startswith("--")], options
 
 
-def refused(settings: list[str], stage: str | None = None, recipe: str = "features/gpt2") -> str:
+def refused(settings: list[str], deepspeed: str | None = None, recipe: str = "features/gpt2") -> str:
     """The one line of the error."""
-    with pytest.raises(UserError) as error:
-        load_recipe_and_ds_config(recipe, settings, stage)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    return refusal(load_recipe_and_ds_config, recipe, settings, deepspeed)
 
 
 @pytest.mark.parametrize("typed", REFUSED)
 def test_what_is_wrong_is_one_line_with_its_key_and_the_remedy(typed):
     """Strict recipe, also what a library would refuse only in training, and names that lead out of runs/ or data/."""
-    settings, stage = settings_of(typed)
-    text = refused(settings, stage)
+    settings, options = settings_of(typed)
+    text, recipe = refused(settings, **options), options.get("recipe", "features/gpt2")
     assert REFUSED[typed] in text
-    assert text.startswith(("recipes/features/gpt2.json", *(f"--set {each}" for each in settings)))
+    assert text.startswith((f"recipes/{recipe}.json", *(f"--set {each}" for each in settings)))
 
 
 REMEDIED = """
@@ -318,11 +419,11 @@ training.optim=sgd --deepspeed=zero2_offload
 @pytest.mark.parametrize("typed", REMEDIED)
 def test_a_remedy_can_be_typed_as_it_stands(typed):
     """Each `--set` or `--deepspeed` of a refusal, added to the command that was refused, makes it run."""
-    settings, stage = settings_of(typed)
-    remedies = re.findall(r"--(set|deepspeed) ([^\s,;]+)", refused(settings, stage).rpartition(": ")[2])
+    settings, options = settings_of(typed)
+    remedies = re.findall(r"--(set|deepspeed) ([^\s,;]+)", refused(settings, **options).rpartition(": ")[2])
     assert remedies
     for option, value in remedies:
-        more, other = ([value], stage) if option == "set" else ([], value)
+        more, other = ([value], options.get("deepspeed")) if option == "set" else ([], value)
         load_recipe_and_ds_config("features/gpt2", [*settings, *more], other)
 
 
@@ -337,14 +438,14 @@ THROUGH_COMMANDS = (
 @pytest.mark.parametrize("typed", THROUGH_COMMANDS)
 def test_plan_preparation_and_training_refuse_with_the_same_line(typed, tmp_path):
     """Nothing is written by any of them."""
-    settings, stage = settings_of(typed)
+    settings, options = settings_of(typed)
     recipe = json.loads((load_recipe("features/gpt2").path).read_text())
     path = tmp_path / "recipe.json"
-    path.write_text(json.dumps({**recipe, "deepspeed": stage or "zero2"}))
-    options = ["--recipe", path, *(word for each in settings for word in ("--set", each))]
-    options += ["--data_dir", tmp_path / "data"]
-    train = [sys.executable, "train.py", *options, "--output_dir", tmp_path / "run"]
-    commands = [train, [*train, "--plan"], [sys.executable, "data_prep.py", *options]]
+    path.write_text(json.dumps({**recipe, "deepspeed": options.get("deepspeed", "zero2")}))
+    words = ["--recipe", path, *(word for each in settings for word in ("--set", each))]
+    words += ["--data_dir", tmp_path / "data"]
+    train = [sys.executable, "train.py", *words, "--output_dir", tmp_path / "run"]
+    commands = [train, [*train, "--plan"], [sys.executable, "data_prep.py", *words]]
     lines = {(finished.code, finished.stderr) for finished in map(execute, commands)}
     assert len(lines) == 1, lines
     ((code, line),) = lines

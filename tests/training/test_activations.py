@@ -8,9 +8,7 @@ import math
 import pytest
 import torch
 
-from pretraining.errors import UserError
 from pretraining.model.abilities import built
-from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.activations import LogitClip
 from pretraining.upstream import attention_logits
 from pretraining.upstream.attention_logits import (
@@ -115,14 +113,6 @@ def test_a_clipped_head_has_the_threshold_and_the_others_what_they_had(name, mon
     assert all(torch.equal(value, values[key]) for key, value in network.state_dict().items())
     clip.on_train_end(None, None, None)
     assert not WATCH.is_on
-
-
-def test_normed_queries_and_keys_are_refused():
-    """Their length is not that of the weights; the line says what was measured of the type."""
-    with pytest.raises(UserError, match=r"optimizer\.qk_clip: does not hold for qwen3 \(its logits do not"):
-        load_recipe_and_ds_config("qk-norm", ["optimizer.qk_clip=9"])
-    with pytest.raises(UserError, match=r"optimizer\.qk_clip: ends a graph at every attention"):
-        load_recipe_and_ds_config("124m", ["optimizer.qk_clip=9", "speed.compile=whole", "deepspeed=zero1"])
 
 
 def test_factors_lead_to_the_threshold():

@@ -11,9 +11,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
 from pretraining.recipe.optimizer import AVERAGE, Optimizer
-from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.training.optimizers import keep_average
-from tests.gear.finished_data import refusal
 from tests.gear.runs import EXPERTS, LLAMA, STEPS, Run, completed, execute, section_of
 from tests.training.test_curve import IN_BF16
 
@@ -144,29 +142,3 @@ def test_the_export_is_what_was_validated(workshop, tmp_path):
     without = execute([*verb, workshop.run("zero2").folder, "--average", "--to", tmp_path / "none"])
     assert without.code == 2 and "no average is kept there" in without.stderr
     assert without.stderr.count("\n") == 1 and not (tmp_path / "none").exists()
-
-
-REFUSED = {
-    "twice": (
-        [
-            "training.optim=schedule_free_adamw",
-            "training.lr_scheduler_type=constant_with_warmup",
-            "training.lr_scheduler_kwargs={}",
-        ],
-        "optimizer.average_decay: is set, but schedule_free_adamw averages",
-    ),
-    "too few buffers": (["deepspeed=zero3_nvme"], "optimizer.average_decay: needs five buffers on NVMe"),
-    "no share": (["optimizer.average_decay=1"], "optimizer.average_decay: is 1"),
-    "no average to judge by": (
-        ["optimizer.average_decay=null", "evaluation.metric=average_loss"],
-        "evaluation.metric: is 'average_loss', which no validation",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_together_is_refused_in_one_line(case):
-    settings, words = REFUSED[case]
-    assert words in refusal(
-        load_recipe_and_ds_config, "features/gpt2", ["optimizer.average_decay=0.9", *settings]
-    )

@@ -72,32 +72,6 @@ def test_the_rate_goes_with_the_size_as_asked():
         assert [ramp.lr_factor(0), ramp.lr_factor(8)] == factors
 
 
-UNEVEN = (
-    "budget.ramp.from_tokens_per_step: 1000 is not a multiple of the sequence length 128; the nearest are 896"
-)
-MISSED = (
-    "budget.ramp.increment: 896 does not lead from 512 to 2048 in whole stairs; the nearest that does is 768"
-)
-WRONG = {
-    "not a multiple of the length": ({"from_tokens_per_step": 1000, "over_tokens": 20480}, UNEVEN),
-    "stairs that miss": ({"from_tokens_per_step": 512, "over_tokens": 20480, "increment": 896}, MISSED),
-    "not a ramp": (
-        {"from_tokens_per_step": 2048, "over_tokens": 20480},
-        "not below budget.tokens_per_step 2048",
-    ),
-    "longer than the run": (
-        {"from_tokens_per_step": 512, "over_tokens": 9999999999},
-        "more than budget.tokens",
-    ),
-    "no end": ({"from_tokens_per_step": 512}, "budget.ramp.over_tokens: is missing"),
-}
-
-
-@pytest.mark.parametrize("ramp, message", WRONG.values(), ids=WRONG)
-def test_a_ramp_that_cannot_be_is_one_line(ramp, message):
-    assert message in refusal(load_recipe, "features/gpt2", [f"budget.ramp={json.dumps(ramp)}"])
-
-
 def test_every_size_must_divide_over_the_ranks():
     """The line names the micro-batch that does, or says what the sizes must be multiples of."""
     four, one = (

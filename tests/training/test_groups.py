@@ -214,47 +214,8 @@ def test_a_run_goes_on_bit_for_bit_and_refuses_another_table(workshop, tmp_path)
     assert "another recipe: optimizer.groups.0.learning_rate: 0.02 there, 0.01 here" in refused.stderr
 
 
-REFUSED = {
-    "no parameter": (
-        [{"names": "*.q_proj.*", "learning_rate": 1}],
-        'groups.0.names: is "*.q_proj.*", which matches none',
-    ),
-    "a tied head": (
-        [{"kind": "head", "learning_rate": 1}],
-        'groups.0.kind: is "head", which matches none of the',
-    ),
-    "kind and name": ([{"kind": "hidden", "names": "*"}], "needs exactly one of kind, names"),
-    "order": (
-        [{"kind": "hidden", "momentum": [["end", 0], [10, 0]]}],
-        "momentum.1: is at step 10, before the one",
-    ),
-    "shape": (
-        [{"kind": "hidden", "momentum": [[0, 0.5, "wave"]]}],
-        'is [0, 0.5, "wave"]; write [place, value]',
-    ),
-    "range": (
-        [{"kind": "hidden", "momentum": [[0, 1]]}],
-        "has the value 1; it must be at least 0 and less than 1",
-    ),
-}
-
-
-def test_coefficients_are_three_a_step():
-    said = refusal(load_recipe, "features/gpt2", ["optimizer.polynomial=[[1, 2, 3], [1, 2, 3, 4]]"])
-    assert "optimizer.polynomial: has [1, 2, 3, 4]; write the three coefficients" in said
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_table_that_cannot_be_meant_is_refused_in_one_line(name):
-    rows, words = REFUSED[name]
-    assert words in refusal(lambda: check_rows(load_recipe("features/gpt2", [table(rows)])))
-
-
-def test_points_that_are_missing_or_doubled_are_refused():
-    settings = ["training.lr_scheduler_type=piecewise", "training.lr_scheduler_kwargs={}"]
-    assert "lr_scheduler_kwargs: needs exactly one of points; it has none" in refusal(
-        load_recipe, "features/gpt2", settings
-    )
-    settings[1] = 'training.lr_scheduler_kwargs={"points": [[0, 1]]}'
-    said = refusal(load_recipe, "features/gpt2", settings)
-    assert "training.warmup_steps: is given, but piecewise has its warm-up in its points" in said
+@pytest.mark.parametrize("key, value", [("names", "*.q_proj.*"), ("kind", "head")])
+def test_a_row_that_matches_nothing_is_refused(key, value):
+    """A head that is tied is none."""
+    recipe = load_recipe("features/gpt2", [table([{key: value, "learning_rate": 1}])])
+    assert f'groups.0.{key}: is "{value}", which matches none' in refusal(check_rows, recipe)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Profile
 from pretraining.runtime.durable_files import read_rows
@@ -116,19 +115,5 @@ def test_operations_have_a_kind_in_plain_words(name, kind):
     assert kind_of(name) == kind
 
 
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ("steps=[5,2]", r"monitors\.profile\.steps: is \[5, 2\]; write the first and the last step"),
-        ("steps=[1,2,3]", "write the first and the last step"),
-        ("steps=5000", "is 5000, but the run has 1000 steps"),
-        ("steps=0", "at least 1"),
-        ("memory=true", r"monitors\.profile\.steps: is missing"),
-        ("step=3", "did you mean 'monitors.profile.steps'"),
-    ],
-)
-def test_bad_steps_are_refused_by_name(setting, words):
-    """One line, what to write instead; a good value is filled up with the defaults."""
-    with pytest.raises(UserError, match=words):
-        load_recipe("features/gpt2", [f"monitors.profile.{setting}"])
+def test_steps_that_are_good_are_filled_up_with_the_defaults():
     assert load_recipe("features/gpt2", ["monitors.profile.steps=7"]).monitors.profile == Profile(steps=7)

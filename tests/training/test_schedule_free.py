@@ -1,7 +1,5 @@
 """Schedule-free optimizers: the method of their paper, one curve at every stage, and the average wherever it counts."""
 
-import re
-
 import pytest
 import torch
 from schedulefree import AdamWScheduleFree, SGDScheduleFree
@@ -12,10 +10,8 @@ from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.data.prepared import open_prepared
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
-from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import AVERAGING, Z
 from pretraining.training.optimizers import counting_by_tensor
-from tests.gear.finished_data import refusal
 from tests.gear.runs import completed
 from tests.training.test_curve import IN_BF16
 
@@ -154,17 +150,3 @@ def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_pat
         torch.testing.assert_close(ours.detach(), averaged(reader, name), rtol=1e-6, atol=1e-7)
         assert not torch.allclose(ours, assemble(reader, name), atol=1e-6), f"{name} is what was trained"
     reader.close()
-
-
-@pytest.mark.parametrize(
-    "setting, words",
-    [
-        ("training.lr_scheduler_type=cosine", "training.lr_scheduler_type: is cosine.*write constant or"),
-        ("training.lr_scheduler_type=warmup_stable_decay", "is warmup_stable_decay.*write constant or"),
-        ("training.adam_beta1=0.0", "training.adam_beta1: is 0.*write 0.9"),
-    ],
-)
-def test_what_the_average_cannot_be_had_with_is_refused(setting, words):
-    """Bad input: one line that names the key and what to write."""
-    said = refusal(load_recipe_and_ds_config, "features/gpt2", [*SETTINGS, setting])
-    assert re.search(rf"gpt2\.json.*{words}", said)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,6 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import Budget
 from pretraining.training.arguments import build_arguments
 from pretraining.training.optimizers import follow_run
-from tests.gear.finished_data import refusal
 from tests.training.test_batch_ramp import RAMPED
 from tests.training.test_curve import column
 
@@ -140,38 +138,6 @@ def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_pat
 
 
 STABLE_THEN_DECAY = ["training.lr_scheduler_type=warmup_stable_decay", "training.lr_scheduler_kwargs={}"]
-TWICE = 'training.lr_scheduler_kwargs={"num_decay_steps": 1}'
-REFUSED = {
-    "twice": (["budget.warmup_tokens=2048"], "and training.warmup_steps are both there"),
-    "no warm-up": (
-        ["budget.warmup_tokens=2048", "training.warmup_steps=0", "training.lr_scheduler_type=constant"],
-        "write constant_with_warmup",
-    ),
-    "another schedule": (
-        ["budget.decay_tokens=2048"],
-        "is for training.lr_scheduler_type warmup_stable_decay",
-    ),
-    "too long": (
-        ["budget.warmup_tokens=2048000", "budget.decay_tokens=2048", "training.warmup_steps=0"],
-        "warm-up and decay together take 2050048, more than budget.tokens 2048000",
-    ),
-    "warm-up in steps and decay in tokens": (
-        ["budget.decay_tokens=0.2", "training.warmup_steps=900", *STABLE_THEN_DECAY],
-        "is 200 steps; with 900 steps of warm-up that is more than the run's 1000 steps",
-    ),
-    "decay twice": (
-        ["budget.decay_tokens=2048", *STABLE_THEN_DECAY[:1], TWICE],
-        "and training.lr_scheduler_kwargs.num_decay_steps are both there",
-    ),
-}
-
-
-@pytest.mark.parametrize("settings, words", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_in_one_line(settings, words):
-    said = refusal(load_recipe, "features/gpt2", settings)
-    assert re.search(r"gpt2\.json.*budget\.(warmup|decay)_tokens", said) and words in said
-
-
 ROUND, FIFTH = "budget.tokens=2e6", "budget.decay_tokens=0.2"
 ROUNDED = {
     "a round budget": ([ROUND], (2_000_896, None, None), "2,000,000 is read as 2,000,896, 977 steps"),

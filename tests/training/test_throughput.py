@@ -139,24 +139,21 @@ def event_of(kind: str, seconds_ago: float, **details) -> dict:
     return {"time": when, "event": kind, **details}
 
 
-def test_goodput_charges_what_was_done_twice_and_the_time_between(tmp_path):
-    """An hour since the start, 1,200 s of it in steps whose rows stayed; a crash's time until the resume is lost."""
+CRASHED = {3600: "start", 1800: "stopped", 0: "resume"}
+STOPPED = {33_600: "start", 32_000: "stopped", 22_000: "resume", 21_000: "stopped", 1000: "resume"}
+
+
+@pytest.mark.parametrize("times, asked", [(CRASHED, False), (STOPPED, True)])
+def test_goodput_charges_what_was_done_twice_and_the_time_between_unless_it_was_asked_for(
+    tmp_path, times, asked
+):
+    """Of an hour 1,200 s in steps whose rows stayed: a crash's time until the resume is lost, and a stop on request,
+    here of 10,000 s and again of 20,000 s, is not the run's."""
     run = RunFolder(tmp_path / "run")
-    append_row(run.events, event_of("start", 3600))
-    append_row(run.events, event_of("stopped", 1800, reason="its launcher is gone", asked=False))
-    run.add_event("resume", checkpoint="checkpoint-100")
+    for seconds_ago, kind in times.items():
+        append_row(run.events, event_of(kind, seconds_ago, **({} if kind != "stopped" else {"asked": asked})))
     kept = [{"step": step, "throughput/step_seconds": 10.0} for step in (20, 60, 100)]
     kept.insert(1, {"step": 50, "eval/loss": 3.0})
-    assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
-
-
-def test_the_time_during_which_a_run_was_stopped_on_request_is_not_the_runs(tmp_path):
-    """Stopped for 10,000 s and again for 20,000 s: goodput is of the hour in which it could train."""
-    run = RunFolder(tmp_path / "run")
-    times = {33_600: "start", 32_000: "stopped", 22_000: "resume", 21_000: "stopped", 1000: "resume"}
-    for seconds_ago, kind in times.items():
-        append_row(run.events, event_of(kind, seconds_ago))
-    kept = [{"step": 100, "throughput/step_seconds": 10.0}]
     assert Goodput(run, kept).add(20, 10.0) == pytest.approx(1 / 3, rel=1e-2)
 
 
