@@ -250,15 +250,14 @@ class Stragglers:
         median = statistics.median_low(own_seconds)
         found = []
         for rank, own in enumerate(own_seconds):
-            slow, before = (
-                own > SLOW * median and own - median > NOTABLE * step_seconds,
-                self.slow_steps[rank],
-            )
+            before = self.slow_steps[rank]
+            is_slow = own > SLOW * median and own - median > NOTABLE * step_seconds
             # from 0 it is reported again if it becomes slow again
-            self.slow_steps[rank] = slow_steps = before + steps if slow else 0
-            if before < STEPS <= slow_steps:
+            self.slow_steps[rank] = before + steps if is_slow else 0
+            if before < STEPS <= self.slow_steps[rank]:
                 seconds = {"own_seconds": round(own, 6), "median_seconds": round(median, 6)}
-                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": slow_steps})
+                steps_slow = self.slow_steps[rank]
+                found.append({"rank": rank, "host": self.hosts[rank], **seconds, "steps": steps_slow})
         return found
 
 

@@ -3,7 +3,7 @@
 import os
 import uuid
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partialmethod
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,9 @@ class Tracker:
         if self.logs_to_pass and event != "on_train_end":
             self.logs_to_pass -= event == "on_log"
             return
-        attempt = partial(self._try, event, args, state, control, **kwargs)
-        if (error := attempt() and attempt()) is not None:
+        error = self._try(event, args, state, control, **kwargs)
+        error = error and self._try(event, args, state, control, **kwargs)
+        if error is not None:
             self.logs_to_pass = min(2**self.failures, self.LONGEST_PAUSE)
             self.failures += 1
             if self.failures == 1:
