@@ -83,10 +83,8 @@ class FileSource:
         for file in [file for file in self.files if not is_remote(file.address)]:
             path = Path(file.address)
             if not path.is_file() or replace(local_file(path, path.parent), name=file.name) != file:
-                what = (
-                    "changed or removed while it was being prepared; run the same command again once nobody"
-                )
-                raise UserError(f"{file.address}: {what} writes there")
+                what = "changed or removed while it was being prepared"
+                raise UserError(f"{file.address}: {what}; run the same command again once nobody writes there")
 
     @staticmethod
     def _identity(file: InputFile) -> tuple:

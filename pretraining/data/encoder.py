@@ -161,9 +161,9 @@ class Encoder:
         ids, offsets = self.reference.encode_flat(list(special))
         for (token, number), start, stop in zip(special.items(), offsets, offsets[1:], strict=False):
             if number in ids[start:stop]:
-                what = f"it turns text that spells {token!r} into the special token; choose a byte-level BPE"
-                remedy = "tokenizer, or take the token out of the model's vocabulary in tokenizer.json"
-                raise UserError(f"data.tokenizer: {what} {remedy}")
+                what = f"it turns text that spells {token!r} into the special token"
+                remedy = "choose a byte-level BPE tokenizer, or take the token out of the model's vocabulary"
+                raise UserError(f"data.tokenizer: {what}; {remedy} in tokenizer.json")
         if backend == Reference.name:
             return
         # Whole texts from the front, the last one cut; a first text longer than the limit still gives a sample.
