@@ -84,7 +84,9 @@ class FileSource:
             path = Path(file.address)
             if not path.is_file() or replace(local_file(path, path.parent), name=file.name) != file:
                 what = "changed or removed while it was being prepared"
-                raise UserError(f"{file.address}: {what}; run the same command again once nobody writes there")
+                raise UserError(
+                    f"{file.address}: {what}; run the same command again once nobody writes there"
+                )
 
     @staticmethod
     def _identity(file: InputFile) -> tuple:
