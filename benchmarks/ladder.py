@@ -204,17 +204,18 @@ def forecast(options: argparse.Namespace) -> None:
 
 
 def rates(options: argparse.Namespace) -> None:
-    from pretraining.ladder.fit import best_at
-    from pretraining.planning.ladder import matmul_parameters
+    from pretraining.ladder.answers import answer_of
 
     wide = {"rates": "0.5,2"} if options.small else {"rates": "0.5,2", "batches": "0.5,2"}
     ladder, recipe = ladder_of(options, "rates", {}, **wide)
-    place = matmul_parameters(recipe), recipe.num_tokens
     (own,) = members_of(recipe, options.folder)
-    best = {name: best_at(law, *place) for name, law in ladder.values["best"].items()}
+    best = answer_of(ladder)["best"]
     own_values = {"rate": own.recipe.training.learning_rate, "batch": own.recipe.tokens_per_step}
-    # what the grid of the ladder does not show stays the size's own
-    factors = {name: best[name][0] / value if name in best else 1.0 for name, value in own_values.items()}
+    # if the ladder's grid shows no best batch, the size keeps its own, and there is a best rate for that
+    foreseen = {"rate": best.get("rate", best.get("rate_at_batch")), "batch": best.get("batch")}
+    factors = {
+        name: foreseen[name][0] / value if foreseen[name] else 1.0 for name, value in own_values.items()
+    }
     around = AROUND[:2] if options.small else AROUND
     grid = {name: tuple(factors[name] * each for each in around) for name in factors}
     cross = []
@@ -235,7 +236,7 @@ def rates(options: argparse.Namespace) -> None:
     values = {
         **chosen(options, "folder", "data_dir"),
         **described(ladder),
-        "best": {name: [float(f"{value:.4g}") for value in each] for name, each in best.items()},
+        "best": best,
         "cross": {f"{each['rate']:.4g} {each['batch']}": each["losses"] for _, each in found},
         **nearest,
         "seconds": sum(each["seconds"] for _, each in found),

@@ -12,7 +12,7 @@ import numpy as np
 
 from pretraining.errors import UserError
 from pretraining.ladder.family import shaped_recipe, width_for
-from pretraining.ladder.fit import best_at, fit_best, fit_loss, fit_score
+from pretraining.ladder.fit import best_values, fit_loss, fit_score
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.ladder import DECAYED, STABLE, Expected, Ladder, matmul_parameters, share_words
@@ -35,6 +35,8 @@ SURE = 0.95
 TEXT = ("data.validation", "data.validation_share", "data.sources", "data.filters", "data.dedup")
 TEXT += ("data.decontaminate", "data.skip_undecodable")
 """Keys that decide which text a validation reads; without a share the first alone."""
+BEST = {"rate": "best rate", "batch": "best batch", "rate_at_batch": "at its batch"}
+"""Labels of what a grid answers; the last is the best rate if the recipe keeps its batch."""
 ROWS = (
     Column("run", "run"),
     Column("parameters", "parameters", ","),
@@ -63,10 +65,6 @@ def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, A
     names = [name for name in base[0]["metrics"] if name.endswith("_loss")]
     for name in names if len(names) > 1 else ():  # those of a single source are the whole validation's
         fits[name] = fit_loss(sizes, tokens, [point["metrics"][name] for point in base])
-    grid = [[point[name] for name in ("parameters", "tokens")] for point in points]
-    values = [(point["learning_rate"], point["tokens_per_step"]) for point in points]
-    losses = [point["metrics"]["loss"] for point in points]
-    varied = any(not point["base"] for point in points)
     flops = Setup(target, None).flops.training * target.num_tokens
     whole = {"parameters": matmul_parameters(target), "tokens": target.num_tokens, "flops": flops}
     return {
@@ -77,7 +75,6 @@ def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, A
         "points": points,
         "faults": faults,
         "fits": {name: asdict(fit) for name, fit in fits.items()},
-        "best": fit_best(grid, values, losses) if varied else {},
     }
 
 
@@ -98,9 +95,15 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
     optimum = None
     # a law in which size or tokens explain nothing has no optimum
     with suppress(ZeroDivisionError, OverflowError):
-        best = law.frontier().at_flops(Allocation(*place).flops)
-        optimum = {**best.to_dict("the law"), "loss": law.loss(best.parameters, best.tokens)}
-    notes = [*fit.notes, *values["faults"]]
+        there = law.frontier().at_flops(Allocation(*place).flops)
+        optimum = {**there.to_dict("the law"), "loss": law.loss(there.parameters, there.tokens)}
+    points, best, notes = values["points"], {}, [*fit.notes, *values["faults"]]
+    if any(not point["base"] for point in points):
+        tried = [(point["learning_rate"], point["tokens_per_step"]) for point in points]
+        reached = [point["metrics"]["loss"] for point in points]
+        batch = values["recipe"]["budget"]["tokens_per_step"]
+        best, missing = best_values([*map(_place, points)], tried, reached, place, batch)
+        notes += missing
     if (times := target["flops"] / ladder.most_flops) > FAR:
         what = f"the recipe has {times:,.0f} times the compute of the largest run"
         notes.append(f"{what}: no fit is sure so far away")
@@ -116,7 +119,7 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
         "optimum": optimum,
         "sources": {name: ladder.fits[name].at(*place)._asdict() for name in sources},
         "scores": scores,
-        "best": {name: best_at(found, *place) for name, found in values["best"].items()},
+        "best": best,
         "notes": notes,
     }
 
@@ -254,8 +257,8 @@ def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, s
     for name, each in answer["scores"].items():
         rows.append((name, f"{each['score']:.3f} ({each['low']:.3f} to {each['high']:.3f})"))
     for name, best in answer["best"].items():
-        value, low, high = map(three_digits if name == "rate" else short, best)
-        rows.append((f"best {name}", f"{value} ({low} to {high})"))
+        value, low, high = map(short if name == "batch" else three_digits, best)
+        rows.append((BEST[name], f"{value} ({low} to {high})"))
     for name, what in (("flops", "FLOPs"), ("dollars", "")):
         if best := answer.get(name):
             budget = f"{best['budget']:.3g} {what}" if what else dollars(best["budget"])

@@ -207,65 +207,79 @@ def _notes(best: np.ndarray, draws: list[np.ndarray]) -> tuple[str, ...]:
     )
 
 
-def fit_best(
-    cells: Sequence[tuple[float, float]], values: Sequence[tuple[float, float]], losses: Sequence[float]
-) -> dict[str, dict]:
-    """Fit the best rate and batch by size and tokens as power laws, from a grid of both in several cells (N, D).
+def best_values(
+    cells: Sequence[tuple[float, float]],
+    values: Sequence[tuple[float, float]],
+    losses: Sequence[float],
+    place: tuple[float, float],
+    batch: float,
+) -> tuple[dict[str, tuple[float, float, float]], list[str]]:
+    """Find the best rate and batch at a size and tokens, from a grid of both in several cells (N, D).
 
-    In every cell log L is a parabola in the logarithms of rate and batch, of one curvature everywhere, around
-    log rate = a + b log N + c log D and log batch = p + q log D (the form of Li et al. 2025, and of Bjorck et al. 2024
-    in the tokens). That is linear in its products, so that least squares solve it whole.
+    In every cell log L is a paraboloid in the logarithms of rate and batch, of one curvature everywhere, around a
+    minimum that is linear in log N and log D (power laws, as in Li et al. 2025 and Bjorck et al. 2024). Its axes are
+    aslant: a larger batch wants a larger rate. That is linear in its products, so that least squares solve it whole.
 
-    values: (rate, tokens of a step) of each run. losses: not finite where a run diverged.
+    cells: sizes and tokens of the runs. values: (rate, tokens of a step) of each. losses: not finite where a run
+    diverged. place: size and tokens that are asked for. batch: tokens of a step there.
 
     Returns:
-        {"rate": {"law": [a, b, c], "draws": such laws through cells that are drawn again}, "batch": the same of
-        [p, 0, q]}; without those of which the grid has one value, or whose losses have no minimum.
+        {"rate", "batch": together, if they have a minimum; "rate_at_batch": the best rate at `batch`}, without those
+        of which the grid has one value, each with the ends of its interval; and notes on what the grid does not show.
     """
     kept = np.isfinite(losses)
     logs = np.log(np.array([*zip(*cells, strict=True), *zip(*values, strict=True)], dtype=float))[:, kept]
     target = np.log(np.array(losses)[kept])
-    _, cell = np.unique(logs[:2], axis=1, return_inverse=True)
-    cell = np.ravel(cell)
-    count = int(cell.max()) + 1
-    varies = [len(np.unique(row)) > 1 for row in logs]
-    columns, places = [np.eye(count)[cell]], {}
+    # token counts of a size are doublings, as near as whole steps come: with another batch they differ a little
+    shortest = np.array([logs[1][logs[0] == size].min() for size in logs[0]])
+    doublings = np.rint((logs[1] - shortest) / np.log(2))
+    cell = np.ravel(np.unique(np.stack([logs[0], doublings]), axis=1, return_inverse=True)[1])
+    count, middle = int(cell.max()) + 1, logs.mean(axis=1)
+    logs, asked = logs - middle[:, None], np.log([*place, 1.0, batch]) - middle
+    shown, varied = np.ptp(logs, axis=1) > 0.1, [row for row in (2, 3) if np.ptp(logs[row]) > 0.1]
     # what the cells do not show is a column of zeros, for which least squares give 0
-    for name, row, shown in (("rate", 2, (True, *varies[:2])), ("batch", 3, (True, False, varies[1]))):
-        if varies[row]:
-            places[name] = count + 4 * len(places)
-            slopes = np.stack([np.ones_like(target), logs[0], logs[1]]) * np.array(shown)[:, None]
-            columns.append(np.column_stack([logs[row] ** 2, *(-2 * logs[row] * slopes)]))
-    matrix = np.hstack(columns)
+    around = np.stack([np.ones_like(target), *(logs[:2] * shown[:2, None])], axis=1)
+    pairs = [(a, b) for a in range(len(varied)) for b in range(a, len(varied))]
+    products = [logs[varied[a]] * logs[varied[b]] * (1 if a == b else 2) for a, b in pairs]
+    pulls = [-2 * logs[row][:, None] * around for row in varied]
+    matrix = np.hstack([np.eye(count)[cell], np.stack(products, axis=1), *pulls])
 
-    def solved(weights: np.ndarray) -> Iterator[tuple[str, list[float]]]:
-        """Yield the laws [constant, log N, log D] of all cells, each weighted by how often it was drawn."""
+    def minima(weights: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the logarithms of the best values at `place`, each cell weighted by how often it was drawn."""
         root = np.sqrt(weights[cell])
-        found = np.linalg.lstsq(matrix * root[:, None], target * root, rcond=None)[0]
-        for name, place in places.items():
-            if found[place] > 0:
-                # in digits that do not depend on where in memory the numbers are
-                yield name, (found[place + 1 : place + 4] / found[place]).round(9).tolist()
+        solution = np.linalg.lstsq(matrix * root[:, None], target * root, rcond=None)[0][count:]
+        curvature = np.zeros((len(varied), len(varied)))
+        for (a, b), value in zip(pairs, solution, strict=False):
+            curvature[a, b] = curvature[b, a] = value
+        pull = solution[len(pairs) :].reshape(len(varied), 3) @ [
+            1.0,
+            asked[0] * shown[0],
+            asked[1] * shown[1],
+        ]
+        found = {}
+        if np.linalg.eigvalsh(curvature).min() > 0:
+            lowest = np.linalg.solve(curvature, pull)
+            found = {("rate", "batch")[row - 2]: lowest[at] + middle[row] for at, row in enumerate(varied)}
+        if len(varied) == 2 and curvature[0, 0] > 0:
+            found["rate_at_batch"] = (pull[0] - curvature[0, 1] * asked[3]) / curvature[0, 0] + middle[2]
+        return found
 
-    laws: dict[str, dict] = {name: {"law": law, "draws": []} for name, law in solved(np.ones(count))}
-    random = np.random.default_rng(0)
-    for _ in range(DRAWS):
-        # cells are drawn whole: their runs share what is special to a size
-        drawn = np.bincount(random.integers(0, count, count), minlength=count).astype(float)
-        for name, law in solved(drawn):
-            if name in laws:
-                laws[name]["draws"].append(law)
-    return laws
-
-
-def best_at(law: dict, parameters: float, tokens: float) -> tuple[float, float, float]:
-    """Return the best rate, or tokens of a step, at a size and tokens, and the ends of its interval."""
-    place = np.array([1.0, np.log(parameters), np.log(tokens)])
-    value = float(np.exp(place @ law["law"]))
-    low, high = 0.0, np.inf
-    if law["draws"]:
-        low, high = np.exp(np.quantile(np.array(law["draws"]) @ place, [0.05, 0.95]))
-    return value, min(value, float(low)), max(value, float(high))
+    best, random = minima(np.ones(count)), np.random.default_rng(0)
+    # cells are drawn whole: their runs share what is special to a size
+    draws = [minima(np.bincount(random.integers(0, count, count), minlength=count)) for _ in range(DRAWS)]
+    answers, notes = {}, []
+    for name, value in best.items():
+        low, high = np.quantile(
+            [draw[name] for draw in draws if name in draw] or [-np.inf, np.inf], [0.05, 0.95]
+        )
+        # in digits that do not depend on where in memory the numbers are
+        ends = np.exp([value, min(value, low), max(value, high)])
+        answers[name] = tuple(float(f"{end:.6g}") for end in ends)
+    for row in varied:
+        name, option = (("rate", "--rates"), ("batch", "--batches"))[row - 2]
+        if name not in best:
+            notes.append(f"the grid shows no best {name}: widen {option}")
+    return answers, notes
 
 
 def fit_score(losses: Sequence[float], scores: Sequence[float]) -> Callable[[float], float] | None:

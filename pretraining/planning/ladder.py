@@ -97,17 +97,18 @@ _FIT = object_of(
     }
 )
 _PLACE = dict.fromkeys(("parameters", "tokens", "flops"), POSITIVE)
-_POINT = {**_PLACE, "run": TEXT, "size": TEXT, "base": {"type": "boolean"}, "learning_rate": POSITIVE}
-_POINT = object_of({**_POINT, "metrics": object_of({"loss": POSITIVE})})
+_POINT = dict.fromkeys((*_PLACE, "learning_rate", "tokens_per_step"), POSITIVE)
+_POINT |= {"run": TEXT, "size": TEXT, "base": {"type": "boolean"}, "metrics": object_of({"loss": POSITIVE})}
 _SHAPE = object_of(
     {
         "name": TEXT,
         "target": object_of(_PLACE),
-        "recipe": object_of({"evaluation": {"type": "object"}}),
-        "points": {"type": "array", "items": _POINT, "minItems": 1},
+        "recipe": object_of(
+            {"evaluation": {"type": "object"}, "budget": object_of({"tokens_per_step": POSITIVE})}
+        ),
+        "points": {"type": "array", "items": object_of(_POINT), "minItems": 1},
         "runs": COUNT,
         "faults": {"type": "array", "items": TEXT},
-        "best": {"type": "object"},
         "fits": {"type": "object", "required": [DECAYED, STABLE], "patternProperties": {"(?s:.*)": _FIT}},
     }
 )
