@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from pretraining.errors import UserError
 from pretraining.outside.addresses import refuse_credentials, refuse_slips
-from pretraining.recipe.curve import check_allowed
+from pretraining.recipe.fixed_keys import check_allowed
 from pretraining.recipe.recipe import SECTIONS
 from pretraining.recipe.section import description_of
 from pretraining.runtime.installation import WORKPLACE, as_typed

@@ -17,8 +17,8 @@ from pretraining.extend import FOLDER
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
-from pretraining.recipe.curve import changed_parts
 from pretraining.recipe.data import block_of
+from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.runtime.durable_files import append_row, flush_folder, read_rows, write_json

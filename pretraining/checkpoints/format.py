@@ -38,7 +38,7 @@ from pretraining.outside.files import (
 )
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
-from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.fixed_keys import curve_parts
 from pretraining.runtime.durable_files import flush_folder, replacing, write_json
 from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal

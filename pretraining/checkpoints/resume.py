@@ -43,7 +43,13 @@ from pretraining.planning.screen import plan_line, run_line
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import RAMP, STEP_SIZE
-from pretraining.recipe.curve import DATA_FINGERPRINT, Change, changed_parts, changes_of_run, refuse_changes
+from pretraining.recipe.fixed_keys import (
+    DATA_FINGERPRINT,
+    Change,
+    changed_parts,
+    changes_of_run,
+    refuse_changes,
+)
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import CONSTANT, DECAYING
 from pretraining.runtime.durable_files import replacing, replacing_folder, rows_of, write_json

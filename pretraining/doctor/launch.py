@@ -23,7 +23,7 @@ from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import changes_of_run
+from pretraining.recipe.fixed_keys import changes_of_run
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config
 from pretraining.recipe.training import TRACKER_PACKAGES
 from pretraining.runtime.host import existing_folder, host_memory_bytes, is_seen, unwritable

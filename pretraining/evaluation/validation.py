@@ -1,6 +1,7 @@
 """The evaluation of a run while it trains: validation loss, exact over the set, and the scores of scores.py.
 
-When it runs is the Trainer's to decide (`training.eval_strategy`, `eval_steps`); training/trainer.py calls it then.
+When it runs is the Trainer's to decide (`training.eval_strategy`, `eval_steps`); `evaluate` of
+training/trainer.py calls it then, and adds the metrics of averaged weights (`average_...`).
 """
 
 import math

@@ -27,7 +27,7 @@ from pretraining.ladder.rungs import Rung, check_begun, commands_of, costs_of, m
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.page import LADDER_SCRIPTS, page_text, write_page
 from pretraining.runtime.durable_files import write_json

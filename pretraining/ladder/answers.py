@@ -20,7 +20,7 @@ from pretraining.planning.quantities import dollars, several, short, three_digit
 from pretraining.planning.scaling_laws import FAR, Allocation, with_inference
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.fixed_keys import curve_parts
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import checked_ds_config
 from pretraining.runtime.metric_names import lower_is_better

@@ -1,4 +1,8 @@
-"""The attention kernel: the fastest installed one for this GPU, unless the recipe names one."""
+"""The attention kernel: the fastest installed one for this GPU, unless the recipe names one.
+
+Kernels here keep documents apart by their borders (data/documents.py); others by a mask: `mask_by_positions` in
+upstream/transformers.py, and `document_mask` in parallel.py for parts of sequences.
+"""
 
 from collections.abc import Callable
 from typing import Any

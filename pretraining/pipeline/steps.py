@@ -25,7 +25,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.screen import full_plan, in_short
 from pretraining.planning.setup import Setup
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.installation import REPOSITORY

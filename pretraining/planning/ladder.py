@@ -16,7 +16,7 @@ from pretraining.outside.files import COUNT, TEXT, object_of, read_json_value
 from pretraining.planning.scaling_laws import ParametricLoss
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import Change, changed_parts, curve_parts
+from pretraining.recipe.fixed_keys import Change, changed_parts, curve_parts
 from pretraining.runtime.installation import WORKPLACE
 from pretraining.schema import check, listed
 

@@ -28,7 +28,7 @@ from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import count_model, family_of
 from pretraining.planning.sizes import fp8_tensors, frozen_tensors
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import differs_from_published
+from pretraining.recipe.fixed_keys import differs_from_published
 from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.exit_codes import USER_ERROR

@@ -39,7 +39,7 @@ from pretraining.planning.quantities import num_bytes, several
 from pretraining.planning.run_plan import Machine, RunPlan, build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.curve import changes_of_run
+from pretraining.recipe.fixed_keys import changes_of_run
 from pretraining.rehearsal.stand_in_data import StandInData, stand_in_data
 from pretraining.runtime.host import cores, disk_room_bytes, existing_folder, loopback_name
 from pretraining.runtime.imports import prepare_imports

@@ -15,7 +15,7 @@ import numpy as np
 from pretraining.errors import UserError
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.planning.quantities import dollars, duration, several
-from pretraining.recipe.curve import differs_from_published
+from pretraining.recipe.fixed_keys import differs_from_published
 from pretraining.reporting.foreseen import Foreseen, foreseen_of
 from pretraining.reporting.published import JUDGED, Beside, beside, curve_of, notes_beside
 from pretraining.reporting.run_record import RunRecord, Standing

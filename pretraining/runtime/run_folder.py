@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TextIO
 
 from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.outside.masking import masked_in
-from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.fixed_keys import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.durable_files import append_row, read_rows, replacing
 from pretraining.runtime.installation import IS_WHEEL, REPOSITORY

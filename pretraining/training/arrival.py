@@ -22,7 +22,7 @@ from pretraining.data.prepared import (
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
-from pretraining.recipe.curve import changes_of_run
+from pretraining.recipe.fixed_keys import changes_of_run
 from pretraining.runtime.exit_codes import variables_of_a_helper
 from pretraining.runtime.heartbeat import long_work, process_fields, work_done
 from pretraining.runtime.installation import REPOSITORY

@@ -3,6 +3,8 @@
 A spike is a high score over a window (`monitors.spikes`): a robust one, or by mean and deviation. `LossWatch` computes
 the mean loss of all ranks before the gradients. `NonFiniteGuard` prevents steps with gradients that are not finite, at
 any ZeRO stage and without DeepSpeed. An alert names likely causes in the order in which to look at them.
+
+The numbers are `Spikes` in recipe/sections.py. Who goes back to a checkpoint is `roll_back` in checkpoints/resume.py.
 """
 
 import math

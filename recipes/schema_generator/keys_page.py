@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretraining.recipe.curve import NEUTRAL_KEYS
-from pretraining.recipe.curve import OURS as CURVE_OURS
-from pretraining.recipe.curve import SECTIONS as CURVE_SECTIONS
+from pretraining.recipe.fixed_keys import NEUTRAL_KEYS
+from pretraining.recipe.fixed_keys import OURS as CURVE_OURS
+from pretraining.recipe.fixed_keys import SECTIONS as CURVE_SECTIONS
 from pretraining.recipe.loading import OTHER_NAMES
 from pretraining.recipe.training import TRAINING_KEYS
 

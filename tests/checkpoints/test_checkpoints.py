@@ -22,7 +22,7 @@ from pretraining.checkpoints.format import FORMAT, MARKER, Start, read_marker, r
 from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe, recipe_schema
-from pretraining.recipe.curve import BEFORE_THE_KEY, OURS, changed_parts, check_allowed
+from pretraining.recipe.fixed_keys import BEFORE_THE_KEY, OURS, changed_parts, check_allowed
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder

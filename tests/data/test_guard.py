@@ -20,7 +20,7 @@ from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
 from pretraining.recipe import load_recipe
-from pretraining.recipe.curve import changed_parts, check_allowed
+from pretraining.recipe.fixed_keys import changed_parts, check_allowed
 from pretraining.recipe.sections import RepeatedNgrams
 from tests.data.test_shards import write_split
 

@@ -19,7 +19,7 @@ from pretraining.errors import UserError
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, accumulation_steps, load_recipe
-from pretraining.recipe.curve import curve_parts
+from pretraining.recipe.fixed_keys import curve_parts
 from tests.data.test_data_prep import bytes_of, make_texts, recipe_for, write_jsonl
 from tests.gear.finished_data import refusal
 

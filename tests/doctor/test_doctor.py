@@ -24,7 +24,7 @@ from pretraining.planning.costs import forecast, write_words
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.setup import Setup
-from pretraining.recipe.curve import changes_of_run
+from pretraining.recipe.fixed_keys import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
 from pretraining.runtime.failures import failing_gpus

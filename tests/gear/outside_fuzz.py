@@ -61,7 +61,7 @@ from pretraining.model.weight_files import check_params, open_weights
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.postmortem import as_text, look_back
 from pretraining.recipe import load_recipe
-from pretraining.recipe.curve import changes_of_run
+from pretraining.recipe.fixed_keys import changes_of_run
 from pretraining.reporting import __main__ as reporting
 from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder

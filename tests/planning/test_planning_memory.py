@@ -26,7 +26,7 @@ from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.throughput import step_time
 from pretraining.recipe import load_recipe, recipe_names
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.recipe.model import other_model_types
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import write_json

@@ -20,7 +20,7 @@ from pretraining.extend import (
     read_extensions,
 )
 from pretraining.recipe import RECIPES, load_recipe
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.metrics import logged_number
 from tests.gear.runs import REPOSITORY, Run, Workshop, execute

@@ -13,7 +13,7 @@ from pretraining.errors import UserError
 from pretraining.model.given_weights import open_given
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.training.ranks import agree_on_shape
 from tests.gear.local_hub import LocalHub
 from tests.gear.on_ranks import on_ranks

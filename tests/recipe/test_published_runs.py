@@ -19,7 +19,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.screen import as_text, full_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe
-from pretraining.recipe.curve import differs_from_published
+from pretraining.recipe.fixed_keys import differs_from_published
 from pretraining.reporting.published import curve_of
 from pretraining.training.optimizers import own_schedule
 from tests.gear.runs import Run, execute, made_once
@@ -257,7 +257,7 @@ RATES |= {
 
 
 def schedule_of(recipe: Recipe) -> Callable[[float], float]:
-    """What the Trainer multiplies the peak with, as `TokenTrainer.create_scheduler` builds it."""
+    """What the Trainer multiplies the peak with, as `PretrainingTrainer.create_scheduler` builds it."""
     load_extensions(recipe.extensions)
     if (own := own_schedule(recipe, recipe.num_steps)) is not None:
         return own

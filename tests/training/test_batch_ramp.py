@@ -9,7 +9,7 @@ import pytest
 from pretraining.checkpoints.format import Start, read_marker
 from pretraining.recipe import accumulation_steps, load_recipe
 from pretraining.recipe.budget import Ramp, StepSizes
-from pretraining.recipe.curve import changed_parts
+from pretraining.recipe.fixed_keys import changed_parts
 from tests.gear.finished_data import refusal
 from tests.gear.runs import SMALL_RECIPE, STEPS, Run, completed
 from tests.training.test_curve import column, largest_difference

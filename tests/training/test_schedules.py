@@ -87,6 +87,15 @@ IN_TOKENS = {
 }
 
 
+@pytest.mark.parametrize("given", [0, 7, 0.03, 0.0999])
+def test_the_trainer_warms_up_for_as_many_steps_as_the_recipe_says(given, tmp_path):
+    """The plan, a branch and the ladder count by the recipe; the rate of most schedules by the Trainer."""
+    recipe = load_recipe("features/gpt2", [f"training.warmup_steps={given}"])
+    arguments = build_arguments(recipe, None, tmp_path, 1)
+    for steps in (10, 333, 1000):
+        assert arguments.get_warmup_steps(steps) == recipe.warmup_steps(steps)
+
+
 def recipe_in_tokens(name: str, *more: str):
     (kind, keywords, _), budget = IN_TOKENS[name]
     settings = [f"training.lr_scheduler_type={kind}", f"budget.tokens={STEPS * STEP}", RISING, *budget]

@@ -200,7 +200,7 @@ def _of_counted(given: Pass) -> Activations:
         name = "fp32" if precision.compute == FP32 else "autocast" if precision.is_autocast else "16 bit"
         found = facts.kept["bytes"][name]
     else:
-        # estimated by what goes into a layer's matrices and comes out
+        # estimated by what goes into a layer's matrices and comes out; why: `kept_or_why_not` in model/counting.py
         width, of_number = value_of(given.model, "hidden_size"), tokens * precision.compute
         share = facts.chosen_experts / facts.experts if facts.experts else 1
         numbers: dict[int, float] = {}
