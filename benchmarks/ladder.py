@@ -278,12 +278,16 @@ def pairs(options: argparse.Namespace) -> None:
             widths = {"widths": DEEP_WIDTHS} if own is DEEP else {}
             found.append(ladder_of(options, settings["name"], settings, **widths))
         answer = compare(found[0][0], found[1][0])
-        results, seeds = [], options.seeds[:2]
-        for ladder, recipe in found:
+        seeds = options.seeds[:2]
+
+        def result_of(ladder_and_recipe: tuple, seeds: list[int] = seeds) -> dict:
+            ladder, recipe = ladder_and_recipe
             folder = options.folder / f"{recipe.name}-target"
             (member,) = members_of(recipe, folder)
             losses = losses_of(options, [member], folder, seeds)[member.name]
-            results.append({**described(ladder), **compared(ladder, member, folder, seeds, losses)})
+            return {**described(ladder), **compared(ladder, member, folder, seeds, losses)}
+
+        results = on_each_core(result_of, found)
         means = [statistics.mean(result["losses"]) for result in results]
         better = answer["names"][means[0] > means[1]]
         values = {"pair": name, **answer, "measured": results, "better": better}
