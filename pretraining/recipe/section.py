@@ -175,7 +175,7 @@ def _field_schema(each: Field, texts: dict[str, str], described: bool) -> dict:
         schema = {**schema, "description": texts[each.name]}
     if "items" in limits:
         limits["items"] = {**schema["items"], **limits["items"]}
-    schema |= limits
+    schema = {**schema, **limits}  # not in place: a schema that the field itself gives is asked for again
     if each.default is not MISSING and not each.metadata["omitted"]:
         schema["default"] = each.default
     # a class is an inner section, which has a schema of its own
