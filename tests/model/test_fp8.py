@@ -101,7 +101,7 @@ def test_every_stage_has_one_curve_in_fp8(on_two_ranks, case):
     differs = case == "zero3" and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     for name, gradient in found["gradients"].items():
         off = (gradient - wanted["gradients"][name]).norm() / wanted["gradients"][name].norm()
-        assert off < (0.15 if differs else 1e-5), name
+        assert off < (0.15 if differs else 1e-4), name
     first, rest = (1e-3, 2e-2) if differs else (1e-5, 1e-3)
     assert found["losses"][:2] == pytest.approx(wanted["losses"][:2], abs=first)
     assert found["losses"] == pytest.approx(wanted["losses"], abs=rest)
