@@ -233,16 +233,22 @@ def best_values(
     # token counts of a size are doublings, as near as whole steps come: with another batch they differ a little
     shortest = np.array([logs[1][logs[0] == size].min() for size in logs[0]])
     doublings = np.rint((logs[1] - shortest) / np.log(2))
-    cell = np.ravel(np.unique(np.stack([logs[0], doublings]), axis=1, return_inverse=True)[1])
+    places = [logs[0], doublings]
+    first = np.unique(np.stack(places), axis=1, return_inverse=True)[1].ravel()
+    tried = [[len(np.unique(row[first == each].round(1))) for each in set(first)] for row in logs[2:]]
+    # two values show a slope and no minimum: runs of each are then cells of their own
+    varied = [row for row in (2, 3) if max(tried[row - 2]) >= FEWEST]
+    places += [logs[row].round(1) for row in (2, 3) if row not in varied]
+    cell = np.unique(np.stack(places), axis=1, return_inverse=True)[1].ravel()
     count, middle = int(cell.max()) + 1, logs.mean(axis=1)
     logs, asked = logs - middle[:, None], np.log([*place, 1.0, batch]) - middle
-    shown, varied = np.ptp(logs, axis=1) > 0.1, [row for row in (2, 3) if np.ptp(logs[row]) > 0.1]
+    shown = np.ptp(logs, axis=1) > 0.1
     # what the cells do not show is a column of zeros, for which least squares give 0
     around = np.stack([np.ones_like(target), *(logs[:2] * shown[:2, None])], axis=1)
     pairs = [(a, b) for a in range(len(varied)) for b in range(a, len(varied))]
     products = [logs[varied[a]] * logs[varied[b]] * (1 if a == b else 2) for a, b in pairs]
     pulls = [-2 * logs[row][:, None] * around for row in varied]
-    matrix = np.hstack([np.eye(count)[cell], np.stack(products, axis=1), *pulls])
+    matrix = np.hstack([np.eye(count)[cell], *(column[:, None] for column in products), *pulls])
 
     def minima(weights: np.ndarray) -> dict[str, np.ndarray]:
         """Return the logarithms of the best values at `place`, each cell weighted by how often it was drawn."""
@@ -257,7 +263,7 @@ def best_values(
             asked[1] * shown[1],
         ]
         found = {}
-        if np.linalg.eigvalsh(curvature).min() > 0:
+        if varied and np.linalg.eigvalsh(curvature).min() > 0:
             lowest = np.linalg.solve(curvature, pull)
             found = {("rate", "batch")[row - 2]: lowest[at] + middle[row] for at, row in enumerate(varied)}
         if len(varied) == 2 and curvature[0, 0] > 0:
@@ -275,9 +281,8 @@ def best_values(
         # in digits that do not depend on where in memory the numbers are
         ends = np.exp([value, min(value, low), max(value, high)])
         answers[name] = tuple(float(f"{end:.6g}") for end in ends)
-    for row in varied:
-        name, option = (("rate", "--rates"), ("batch", "--batches"))[row - 2]
-        if name not in best:
+    for counts, name, option in zip(tried, ("rate", "batch"), ("--rates", "--batches"), strict=True):
+        if name not in best and max(counts) > 1:
             notes.append(f"the grid shows no best {name}: widen {option}")
     return answers, notes
 

@@ -148,10 +148,12 @@ def test_the_best_rate_and_batch_follow_from_a_grid():
     batches = np.array(values)[:, 1]
     found, notes = best_values(cells, values, losses * np.exp(-0.02 * np.log(batches) ** 2), place, batch)
     assert found.keys() == {"rate_at_batch"} and "the grid shows no best batch: widen --batches" in notes
-    alone = [each for each, value in enumerate(values) if value[1] == 1e5]
-    only = [[row[each] for each in alone] for row in (cells, values, losses)]
-    found, notes = best_values(*only, place, batch)
-    assert found.keys() == {"rate"} and not notes
+    # of one batch there is a best rate; two batches show a slope, and no best one
+    for batches, missing in (([1e5], []), ([1e5, 2.5e5], ["the grid shows no best batch: widen --batches"])):
+        some = [each for each, value in enumerate(values) if value[1] in batches]
+        only = [[row[each] for each in some] for row in (cells, values, losses)]
+        found, notes = best_values(*only, place, batch)
+        assert found.keys() == {"rate"} and notes == missing
 
 
 def test_a_score_needs_a_signal():
