@@ -40,8 +40,12 @@ SHAPE_KEYS = {
 SHAPE_KEYS["llama"].append("max_position_embeddings")
 SHAPE_KEYS["qwen3"] = SHAPE_KEYS["llama"]
 SHAPE_KEYS["mixtral"] = [*SHAPE_KEYS["llama"], "num_local_experts", "num_experts_per_tok"]
-SHAPE_KEYS["qwen3_moe"] = [*SHAPE_KEYS["llama"], "moe_intermediate_size", "num_experts"]
-SHAPE_KEYS["qwen3_moe"].append("num_experts_per_tok")
+SHAPE_KEYS["qwen3_moe"] = [
+    *SHAPE_KEYS["llama"],
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+]
 
 # Values outside these bounds fail late or train nothing.
 POSITIVE, NOT_NEGATIVE = {"exclusiveMinimum": 0}, {"minimum": 0}

@@ -79,7 +79,12 @@ class CheckpointManager(TrainerCallback):
         remote = section.upload and RemoteRun(section.upload, run.path.name)
         self.uploader = Uploader(run, remote, section.upload_mirror, self.retention) if remote else None
         self.writer = CheckpointWriter(
-            run, commit_checkpoint, self._remove_old, self._upload, section.background, section.on_full_disk
+            run,
+            commit_checkpoint,
+            after_commit=self._remove_old,
+            on_committed=self._upload,
+            background=section.background,
+            on_full_disk=section.on_full_disk,
         )
         self._last_saved: int | None = None
         self._last_logged: dict | None = None

@@ -201,11 +201,14 @@ class Examination:
     def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
         """Make a step and add its findings to all findings; an error becomes a finding too."""
         self._say(name)
-        try:
-            late = "left out: the time was over; see what took so long in the lines above"
-            found = examine() if self._left() > 0 else [Finding.of_error(name, late, COSTS)]
-        except (RuntimeError, OSError) as error:
-            found = [Finding.of_error(name, one_line(error))]
+        if self._left() <= 0:
+            remedy = "see what took so long in the lines above"
+            found = [Finding(name, COSTS, "left out: the time was over", remedy)]
+        else:
+            try:
+                found = examine()
+            except (RuntimeError, OSError) as error:
+                found = [Finding.of_error(name, one_line(error))]
         self.findings += found
         return found
 

@@ -339,6 +339,8 @@ def _data_folder(launch: Launch) -> Iterator[Finding]:
         return  # the interpreter's own library is small, whatever the budget
     what = f"{num_bytes(needed)} of token shards if each token is read once, "
     what += f"{num_bytes(free)} free at {folder}"
-    remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
-    is_fine = needed <= free
-    yield Finding("data folder", FINE if is_fine else COSTS, what, "" if is_fine else remedy)
+    if needed <= free:
+        yield Finding("data folder", FINE, what)
+    else:
+        remedy = "give --data_dir a larger disk, or stream the shards from a store (--data_dir s3://...)"
+        yield Finding("data folder", COSTS, what, remedy)

@@ -27,6 +27,8 @@ EXPONENTS = np.geomspace(0.05, 1.5, 8)
 STARTS, DRAWS = 6, 100
 WIDE = 0.5
 """Share of a constant by which its interval may be wide before a note says so."""
+VALUES, OPTIONS = ("rate", "batch"), {"rate": "rates", "batch": "batches"}
+"""What a grid varies, and the options of the command for it."""
 SIGNAL = 0.8
 """Share of a score's variance that the loss must explain (R squared)."""
 
@@ -230,61 +232,66 @@ def best_values(
     kept = np.isfinite(losses)
     logs = np.log(np.array([*zip(*cells, strict=True), *zip(*values, strict=True)], dtype=float))[:, kept]
     target = np.log(np.array(losses)[kept])
-    # token counts of a size are doublings, as near as whole steps come: with another batch they differ a little
-    shortest = np.array([logs[1][logs[0] == size].min() for size in logs[0]])
-    doublings = np.rint((logs[1] - shortest) / np.log(2))
-    places = [logs[0], doublings]
-    first = np.unique(np.stack(places), axis=1, return_inverse=True)[1].ravel()
-    tried = [[len(np.unique(row[first == each].round(1))) for each in set(first)] for row in logs[2:]]
-    # two values show a slope and no minimum: runs of each are then cells of their own
-    varied = [row for row in (2, 3) if max(tried[row - 2]) >= FEWEST]
-    places += [logs[row].round(1) for row in (2, 3) if row not in varied]
-    cell = np.unique(np.stack(places), axis=1, return_inverse=True)[1].ravel()
-    count, middle = int(cell.max()) + 1, logs.mean(axis=1)
-    logs, asked = logs - middle[:, None], np.log([*place, 1.0, batch]) - middle
-    shown = np.ptp(logs, axis=1) > 0.1
+    cell, tried = _cells(logs)
+    count, rows = int(cell.max()) + 1, [2 + row for row in (0, 1) if tried[row] >= FEWEST]
     # what the cells do not show is a column of zeros, for which least squares give 0
-    around = np.stack([np.ones_like(target), *(logs[:2] * shown[:2, None])], axis=1)
-    pairs = [(a, b) for a in range(len(varied)) for b in range(a, len(varied))]
-    products = [logs[varied[a]] * logs[varied[b]] * (1 if a == b else 2) for a, b in pairs]
-    pulls = [-2 * logs[row][:, None] * around for row in varied]
-    matrix = np.hstack([np.eye(count)[cell], *(column[:, None] for column in products), *pulls])
+    middle, shown = logs.mean(axis=1), np.ptp(logs[:2], axis=1) > 0.1
+    logs = logs - middle[:, None]
+    around = np.stack([np.ones_like(target), *(logs[:2] * shown[:, None])])
+    size, tokens = (np.log(place) - middle[:2]) * shown
+    pairs = [(a, b) for a in range(len(rows)) for b in range(a, len(rows))]
+    products = [logs[rows[a]] * logs[rows[b]] * (1 if a == b else 2) for a, b in pairs]
+    pulls = [-2 * logs[row] * column for row in rows for column in around]
+    matrix = np.stack([*np.eye(count)[:, cell], *products, *pulls], axis=1)
 
-    def minima(weights: np.ndarray) -> dict[str, np.ndarray]:
+    def minima(weights: np.ndarray) -> dict[str, float]:
         """Return the logarithms of the best values at `place`, each cell weighted by how often it was drawn."""
         root = np.sqrt(weights[cell])
         solution = np.linalg.lstsq(matrix * root[:, None], target * root, rcond=None)[0][count:]
-        curvature = np.zeros((len(varied), len(varied)))
+        curvature = np.zeros((len(rows), len(rows)))
         for (a, b), value in zip(pairs, solution, strict=False):
             curvature[a, b] = curvature[b, a] = value
-        pull = solution[len(pairs) :].reshape(len(varied), 3) @ [
-            1.0,
-            asked[0] * shown[0],
-            asked[1] * shown[1],
-        ]
+        pull = solution[len(pairs) :].reshape(len(rows), 3) @ [1.0, size, tokens]
         found = {}
-        if varied and np.linalg.eigvalsh(curvature).min() > 0:
-            lowest = np.linalg.solve(curvature, pull)
-            found = {("rate", "batch")[row - 2]: lowest[at] + middle[row] for at, row in enumerate(varied)}
-        if len(varied) == 2 and curvature[0, 0] > 0:
-            found["rate_at_batch"] = (pull[0] - curvature[0, 1] * asked[3]) / curvature[0, 0] + middle[2]
+        if rows and np.linalg.eigvalsh(curvature).min() > 0:
+            lowest = np.linalg.solve(curvature, pull) + middle[rows]
+            found = {VALUES[row - 2]: value for row, value in zip(rows, lowest, strict=True)}
+        if len(rows) == 2 and curvature[0, 0] > 0:
+            at_batch = pull[0] - curvature[0, 1] * (np.log(batch) - middle[3])
+            found["rate_at_batch"] = at_batch / curvature[0, 0] + middle[2]
         return found
 
     best, random = minima(np.ones(count)), np.random.default_rng(0)
     # cells are drawn whole: their runs share what is special to a size
     draws = [minima(np.bincount(random.integers(0, count, count), minlength=count)) for _ in range(DRAWS)]
-    answers, notes = {}, []
+    answers = {}
     for name, value in best.items():
-        low, high = np.quantile(
-            [draw[name] for draw in draws if name in draw] or [-np.inf, np.inf], [0.05, 0.95]
-        )
+        drawn = [draw[name] for draw in draws if name in draw] or [-np.inf, np.inf]
+        low, high = np.quantile(drawn, [0.05, 0.95])
         # in digits that do not depend on where in memory the numbers are
         ends = np.exp([value, min(value, low), max(value, high)])
         answers[name] = tuple(float(f"{end:.6g}") for end in ends)
-    for counts, name, option in zip(tried, ("rate", "batch"), ("--rates", "--batches"), strict=True):
-        if name not in best and max(counts) > 1:
-            notes.append(f"the grid shows no best {name}: widen {option}")
-    return answers, notes
+    missing = [name for name, number in zip(VALUES, tried, strict=True) if number > 1 and name not in best]
+    return answers, [f"the grid shows no best {name}: widen --{OPTIONS[name]}" for name in missing]
+
+
+def _cells(logs: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """Return the cell of each run, and how many rates and batches a cell has at most.
+
+    logs: of size, tokens, rate and batch [4, runs].
+    """
+    # token counts of a size are doublings, as near as whole steps come: with another batch they differ a little
+    shortest = np.array([logs[1][logs[0] == size].min() for size in logs[0]])
+    places = [logs[0], np.rint((logs[1] - shortest) / np.log(2))]
+
+    def numbered() -> np.ndarray:
+        return np.unique(np.stack(places), axis=1, return_inverse=True)[1].ravel()
+
+    cell, values = numbered(), logs[2:].round(1)
+    tried = [max(len(np.unique(row[cell == each])) for each in set(cell)) for row in values]
+    # two values show a slope and no minimum: runs of each are then cells of their own
+    places += [row for row, number in zip(values, tried, strict=True) if number < FEWEST]
+    return numbered(), tried
 
 
 def fit_score(losses: Sequence[float], scores: Sequence[float]) -> Callable[[float], float] | None:

@@ -110,8 +110,11 @@ def build_from_recipe(
         print(describe_compilation(speed, why_none), flush=True)
     if recipe.watched_keys:
         watch_attention()
-    where = recipe.model, tokenizer, arguments, draw_weights, masks_documents
-    return build_model(*where, speed, recipe.mup, recipe.weights, given, groups)
+    sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
+    shared = {"given": given, "groups": groups}
+    return build_model(
+        recipe.model, tokenizer, arguments, draw_weights, masks_documents, **shared, **sections
+    )
 
 
 def build_model(

@@ -34,8 +34,13 @@ A step runs if what it depends on has changed; else one line says why it is up t
 a stop, a failure or a kill. --from runs a step and those after it although they are up to date.
 exit codes: 0 all is up to date, 2 a step was refused, 75 stopped on request; else that of the step which failed."""
 
-FOLLOWS = {"doctor": ["prepare"], "train": ["prepare"], "evaluate": ["train"]}
-FOLLOWS |= {"report": ["train", "evaluate"], "publish": ["train", "report"]}
+FOLLOWS = {
+    "doctor": ["prepare"],
+    "train": ["prepare"],
+    "evaluate": ["train"],
+    "report": ["train", "evaluate"],
+    "publish": ["train", "report"],
+}
 """What each step takes the result of: --show does not know that result yet if the other is to run."""
 
 

@@ -313,10 +313,12 @@ def _borders(case: _Case) -> Objection | None:
         if (width := model.get(key)) and width % GROUPED:
             return Objection(f"model.{key} {width} leaves experts' rows {stops}", remedy)
     stage = case.setup.stage
+    if stage not in (1, 2):
+        return None
     # norms and biases, which do not decay, have a buffer of their own
     flat = (each for each in parameter_tensors(model) if each.part != "norms")
     odd = next((each for each in flat if each.numel % GROUPED and not each.name.endswith("bias")), None)
-    if odd is None or stage not in (1, 2):
+    if odd is None:
         return None
     what = f"{odd.name or odd.part} has {odd.numel:,} elements: in the buffer of ZeRO-{stage} the experts"
     return Objection(f"{what} behind it begin {stops}", f"--deepspeed zero3; or {remedy}")

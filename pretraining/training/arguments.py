@@ -46,8 +46,11 @@ FIXED = {
     "report_to": "none",  # trackers are attached behind the callback that completes the metrics
 }
 
-WORKER_KEYS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
-"""Behind `dataloader_`."""
+WORKER_KEYS = (
+    "dataloader_persistent_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context",
+)
 PREFETCHED_BYTES = 64 << 20
 """Bytes of batches that a rank's workers keep ready: more than any shipped recipe needs for a step."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -78,7 +81,7 @@ def build_arguments(
     }
     keywords = {k: v for k, v in recipe.training_keywords.items() if k not in FIXED}
     if not keywords.get("dataloader_num_workers"):  # torch refuses settings of workers if there are none
-        keywords = {k: v for k, v in keywords.items() if k.removeprefix("dataloader_") not in WORKER_KEYS}
+        keywords = {k: v for k, v in keywords.items() if k not in WORKER_KEYS}
     elif keywords.get("dataloader_prefetch_factor") is None:
         # The least of all ranks: those that wait for data together must read equally far ahead.
         keywords["dataloader_prefetch_factor"] = min(
@@ -109,7 +112,8 @@ def build_arguments(
             **(plain if widths_of(recipe.model).experts else {}),
             **given,
             **(plain if degrees_of(ds_config).expert > 1 else {}),
-            **dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False),
+            "cross_entropy": False,
+            "fused_linear_cross_entropy": False,
         }
     if keywords.get("full_determinism"):
         # The Trainer does this too, but after the model is built. cuBLAS reads its setting at the first product.

@@ -36,8 +36,14 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-GPT2 = {"model_type": "gpt2", "vocab_size": 1024, "n_positions": 128, "n_embd": 128, "n_layer": 4}
-GPT2["n_head"] = 4
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 1024,
+    "n_positions": 128,
+    "n_embd": 128,
+    "n_layer": 4,
+    "n_head": 4,
+}
 EXPERTS = {
     **LLAMA,
     "model_type": "qwen3_moe",

@@ -94,17 +94,20 @@ def on_two_ranks() -> dict[str, dict]:
 def test_every_stage_has_one_curve_in_fp8(on_two_ranks, case):
     """First gradients and losses of four steps; from the third on within what fp8 makes of a last digit.
 
-    On some processors (AMD EPYC) MKL's last digit depends on where a gathered weight lies, unless MKL_CBWR=COMPATIBLE
-    forbids it. fp8 makes up to 8 % of a gradient's norm of it; a weight or scale that is wrong is off by much more.
+    On an AMD EPYC a last digit differs at ZeRO-3 (not with MKL_CBWR=COMPATIBLE), of which fp8 makes up to 8 % of a
+    gradient's norm. The bounds of that case are wider there, and there alone.
     """
     found, wanted = on_two_ranks[case], on_two_ranks["zero2"]
-    differs = case == "zero3" and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    if case == "zero3" and "AuthenticAMD" in Path("/proc/cpuinfo").read_text():
+        for name, gradient in found["gradients"].items():
+            off = (gradient - wanted["gradients"][name]).norm() / wanted["gradients"][name].norm()
+            assert off < 0.15, name
+        assert found["losses"] == pytest.approx(wanted["losses"], abs=2e-2)
+        return
     for name, gradient in found["gradients"].items():
-        off = (gradient - wanted["gradients"][name]).norm() / wanted["gradients"][name].norm()
-        assert off < (0.15 if differs else 1e-4), name
-    first, rest = (1e-3, 2e-2) if differs else (1e-5, 1e-3)
-    assert found["losses"][:2] == pytest.approx(wanted["losses"][:2], abs=first)
-    assert found["losses"] == pytest.approx(wanted["losses"], abs=rest)
+        torch.testing.assert_close(gradient, wanted["gradients"][name], atol=1e-6, rtol=1e-3)
+    assert found["losses"][:2] == pytest.approx(wanted["losses"][:2], abs=1e-5)
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-3)
 
 
 def test_the_curve_is_beside_that_of_bf16(on_two_ranks):

@@ -63,10 +63,7 @@ CASES = {
 
 
 def ordered_steps(folder: Path, split, ds_config: str, changes: dict, model: dict, sections: dict, **fake):  # noqa: F811
-    """Train two steps that are not logged, on rank 0 of 16; return (what has no order, where the host waits).
-
-    A third one and a fourth do to no storage what the first two have not done, under none of `CASES`.
-    """
+    """Train three steps that are not logged, on rank 0 of 16; return (what has no order, where the host waits)."""
     name, colon, degrees = ds_config.partition(":")
     if changes:
         values = json.loads((DS_CONFIGS / f"{name}.json").read_text())
@@ -92,6 +89,7 @@ def ordered_steps(folder: Path, split, ds_config: str, changes: dict, model: dic
         return answer
 
     with (
+        mock.patch.object(test_fake_gpu, "STEPS", 3),
         mock.patch.object(test_fake_gpu, "build_from_recipe", built_on_the_device),
         mock.patch.object(EvenDispatch, "agree", agreed_evenly),
     ):
