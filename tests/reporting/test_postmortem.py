@@ -13,7 +13,7 @@ import pytest
 from pretraining.checkpoints.live_files import NODES, records_of
 from pretraining.errors import UserError
 from pretraining.postmortem import as_text, look_back, main
-from pretraining.runtime.durable_files import append_row, write_json
+from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.failures import LOG, Failure, kernel_faults, read_failures
 from pretraining.runtime.heartbeat import Heartbeat, heartbeat_path
 from pretraining.runtime.lock import LOCK
@@ -133,7 +133,8 @@ def test_what_to_do_follows_from_the_error(tmp_path, error, advice):
 def test_a_run_that_was_killed_before_its_first_heartbeat_does_not_run(workshop, tmp_path):
     """Its lock says so at once, on its machine; a lock that another machine left says nothing."""
     run = RunFolder(tmp_path / "run")
-    start_and_kill(workshop.command(run.path, "null", 1, "plain"), run.events.exists)
+    # the file is there a moment before its first row
+    start_and_kill(workshop.command(run.path, "null", 1, "plain"), lambda: read_rows(run.events))
     shutil.rmtree(run.heartbeats, ignore_errors=True)
     # a process that is killed may take a moment to let go of its files
     until = time.monotonic() + 60
