@@ -79,6 +79,24 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
+def refuse_foreign_files(run: RunFolder, store: "Place | None") -> None:
+    """Raise `UserError` if this run would write over files of somebody else: no start has left its recipe here.
+
+    store: from which a start that was killed may have fetched a part of a checkpoint.
+    """
+    if run.recipe.exists():
+        return
+    files = [run.plan, run.environment, run.mixture, run.metrics, run.samples, run.report]
+    found = [path for path in (*files, run.model, run.export, run.extensions) if path.exists()]
+    # as those of a plain Trainer
+    bare = [folder for folder in checkpoint_folders(run) if not (folder / MARKER).exists()]
+    found += [each for each in bare if store is None or store.marker(each.name) is None]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        what = f"{found[0].name}{more} would be written over, and no run has left its {run.recipe.name} here"
+        raise UserError(f"{run.path}: {what}; choose another --output_dir, or move what is here away")
+
+
 def remove_uncommitted(run: RunFolder) -> None:
     """Remove what a killed save has left, so that its files cannot mix with those of the next save."""
     for folder in checkpoint_folders(run):

@@ -22,6 +22,7 @@ from pretraining.checkpoints.folders import (
     DiskPlace,
     committed_checkpoints,
     health,
+    refuse_foreign_files,
     remove_uncommitted,
     set_aside_after,
     step_in_name,
@@ -36,6 +37,7 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
+from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import TEXT, object_of, parse_json, read_json_value
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
@@ -75,8 +77,12 @@ def find_start(
     allowed: keys of the recipe, or sections, that may differ from what the run was so far. resume, layout: as in
     `choose_checkpoint`.
     """
-    refuse_lone_disks(run, recipe)
     upload = recipe.checkpoints.upload
+    store = upload and RemoteRun(upload, run.path.name).at_first_contact()
+    if is_remote(resume):
+        store, _ = RemoteRun.of_checkpoint(resume)
+    together(lambda: refuse_foreign_files(run, store) if run.disks.is_first else None)
+    refuse_lone_disks(run, recipe)
     # Also on one disk that was one of several before, as that of the last node which is left.
     in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
     if in_parts and resume != "never":
@@ -219,8 +225,8 @@ def begin_run(
 
     def write() -> None:
         record_changes(run, start, identity.recipe)  # before the recipe: see there
+        write_json(run.recipe, identity.recipe.to_dict())  # before all by which another's folder is known
         copy_extensions(identity.recipe.extensions, run.path)
-        write_json(run.recipe, identity.recipe.to_dict())
         write_json(run.plan, plan.to_dict())
         write_json(run.environment, identity.environment)
         # an export needs them, and checkpoints do not hold them

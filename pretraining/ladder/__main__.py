@@ -212,6 +212,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--{modes[0]}: {what}")
     if max(options.sizes, options.points) > 40:
         raise UserError(f"--sizes {options.sizes}, --points {options.points}: at most 40 of each")
+    if options.up_to > 1:
+        raise UserError(f"--up_to {options.up_to:g}: a share of the recipe's FLOPs, at most 1")
+    if options.widths and (options.sizes, options.up_to) != (Choices.sizes, Choices.up_to):
+        raise UserError("--widths: name the sizes, so that --sizes and --up_to say nothing; leave them out")
     if options.dollars and not options.gpu:
         raise UserError("--dollars needs --gpu NAME: what they buy depends on it")
     return options

@@ -30,6 +30,8 @@ WIDTHS = 2.0 ** np.arange(-4, 2.5, 0.5)
 """Widths that a budget is tried on, over the recipe's."""
 POINTS = 40
 """Of a line of the page."""
+SHOWN = 1000.0
+"""Times of the recipe's size up to which a size is an answer; the law of points that show nothing has others."""
 SURE = 0.95
 """Share of the draws that must name the same winner."""
 TEXT = ("data.validation", "data.validation_share", "data.sources", "data.filters", "data.dedup")
@@ -96,7 +98,8 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
     # a law in which size or tokens explain nothing has no optimum
     with suppress(ZeroDivisionError, OverflowError):
         there = law.frontier().at_flops(Allocation(*place).flops)
-        optimum = {**there.to_dict("the law"), "loss": law.loss(there.parameters, there.tokens)}
+        if _is_shown(there, place[0]):
+            optimum = {**there.to_dict("the law"), "loss": law.loss(there.parameters, there.tokens)}
     points, best, notes = values["points"], {}, [*fit.notes, *values["faults"]]
     if any(not point["base"] for point in points):
         tried = [(point["learning_rate"], point["tokens_per_step"]) for point in points]
@@ -122,6 +125,10 @@ def answer_of(ladder: Ladder) -> dict[str, Any]:
         "best": best,
         "notes": notes,
     }
+
+
+def _is_shown(found: Allocation, parameters: float) -> bool:
+    return 1 / SHOWN < found.parameters / parameters < SHOWN
 
 
 def _place(point: dict) -> tuple[float, float]:
@@ -163,12 +170,13 @@ def best_to_serve(ladder: Ladder, target: Recipe, served: float) -> dict[str, An
     loss = law.loss(place["parameters"], place["tokens"])
     try:
         best = with_inference(law, loss, served)
-        width = width_for(target, best.parameters)
     except (ZeroDivisionError, OverflowError, ValueError):
-        raise UserError("--serve: the points do not show what size and tokens bring; add --sizes") from None
+        best = None
+    if best is None or not _is_shown(best, place["parameters"]):
+        raise UserError("--serve: the points do not show what size and tokens bring; add --sizes")
     both = Allocation(place["parameters"], place["tokens"]), best
     before, after = (each.flops + 2 * each.parameters * served for each in both)
-    values = {"width": width, "loss": loss, "saved": 1 - after / before}
+    values = {"width": width_for(target, best.parameters), "loss": loss, "saved": 1 - after / before}
     return {**best.to_dict("Sardana et al. 2024, equation 3"), **values}
 
 

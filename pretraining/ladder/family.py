@@ -105,6 +105,7 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
         what = "weights of one size; a ladder draws those of each, so leave it out"
         raise UserError(f"model.initial_weights: {what}")
     members: list[Member] = []
+    seen: dict[tuple, str] = {}
     shapes = {f"w{width}": shaped_recipe(target, width) for width in _widths(target, choices)}
     # all sizes read as many tokens: if tokens grew with the size, no law could tell which of the two helped
     largest = max(model_size(shaped.model).matmul for shaped in shapes.values())
@@ -116,6 +117,12 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
             values, branches = _member(shaped, target, choices, factors, tokens)
             values["name"] = f"{target.name}-{name}"
             recipe = recipe_of(values, folder / f"{name}.json")
+            dials = size, recipe.tokens_per_step, recipe.training.learning_rate
+            if (twin := seen.setdefault(dials, name)) != name:
+                what = (
+                    f"{name} would be {twin} again, as a step is of {recipe.tokens_per_step:,} tokens in both"
+                )
+                raise UserError(f"--batches: {what}; take factors that are further apart")
             members.append(Member(name, size, recipe, branches))
     sizes = {member.size: member.parameters for member in members}
     if len(set(sizes.values())) < len(sizes):
@@ -145,7 +152,7 @@ def _widths(target: Recipe, choices: Choices) -> list[int]:
     widths = sorted({max(unit, round(widest * share / unit) * unit) for share in spread})
     if len(widths) < choices.sizes:
         what = f"leaves room for {len(widths)} widths ({', '.join(map(str, widths))})"
-        raise UserError(f"--up_to {choices.up_to:g}: {what}; raise it, or name --widths")
+        raise UserError(f"--up_to {choices.up_to:g}: {what}; raise it, take fewer --sizes, or name --widths")
     return widths
 
 

@@ -42,7 +42,7 @@ def check_enough(points: np.ndarray) -> None:
     raise UserError(
         f"the ladder cannot be fitted: its {points.shape[1]} runs with a loss, {distinct} of them different, have "
         f"{counts[0]} sizes and {counts[1]} token counts; it needs {FEWEST} of each and {FEWEST_POINTS} different "
-        "runs: add --sizes or --points, or start those that failed or diverged again with another rate"
+        "runs: add --sizes or --points"
     )
 
 

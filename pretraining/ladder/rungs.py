@@ -26,6 +26,7 @@ from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.metric_names import grouped
 from pretraining.runtime.run_folder import RunFolder, results_of
+from pretraining.schema import differences
 from pretraining.sweep import Point
 
 RISE = 1.05
@@ -101,8 +102,10 @@ def check_begun(rungs: Sequence[Rung]) -> None:
         # a file that cannot be read stops its run in a line of its own
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             begun = results_of(read_json_value(RunFolder(rung.trunk).recipe))
-            if others := [key for key in own if own[key] != begun.get(key)]:
-                raise UserError(f"{rung.trunk}: is of another {others[0]}; choose another --output_dir")
+            if others := differences(begun, own):
+                raise UserError(
+                    f"{rung.trunk}: is of another recipe: {others[0]}; choose another --output_dir"
+                )
 
 
 def costs_of(rungs: Sequence[Rung], target: Recipe, gpu: Gpu | None, world_size: int) -> dict[str, Any]:

@@ -146,7 +146,9 @@ def changes_of_run(folder: Path, recipe: dict, allowed: Iterable[str] = ()) -> l
     # the file may be damaged, or another JSON file of that name
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         reason = error if isinstance(error, OSError | ValueError) else "it is no recipe of a run"
-        what = f"{kept}: cannot be read ({reason}); remove it or choose another --output_dir"
+        what = (
+            f"{kept}: cannot be read ({reason}); choose another --output_dir, or bring back that of its run"
+        )
         raise UserError(what) from error
     refuse_changes(changes, allowed, folder, "run")
     return changes

@@ -53,6 +53,7 @@ class RunFolder:
         self.failures_folder = self.path / "failures"
         self.profile = self.path / "profile"
         self.model = self.path / "model"
+        self.extensions = self.path / "extensions"
         self.changes = self.path / "changes.json"
         self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
@@ -170,7 +171,7 @@ def results_of(recipe: dict) -> dict:
     """Return the parts of a resolved recipe on which the results of its run depend."""
     evaluation = Evaluation.of(recipe.get("evaluation", {}))  # a recipe from before a key means its default
     named = {key: recipe.get(key) for key in ("name", "data")}
-    return {**curve_parts(recipe), "evaluation": evaluation, **named}
+    return {**curve_parts(recipe), "evaluation": evaluation.to_dict(), **named}
 
 
 def utc_now() -> str:

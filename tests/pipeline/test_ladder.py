@@ -348,6 +348,9 @@ WRONG = {
     "--batches inf": "write numbers above 0",
     "--widths 32,64,100000000000": "write numbers above 0, to 100,000",
     "--points 2000": "at most 40 of each",
+    "--up_to 2": "a share of the recipe's FLOPs, at most 1",
+    "--widths 16,24,32 --sizes 3": "--sizes and --up_to say nothing",
+    "--widths 16,24,32 --batches 1.01": "would be w16 again",
     # before hours of training, and not behind them
     "--widths 16,24,32 --dollars 5": "--dollars needs --gpu",
     "--widths 16,24,32 --against nowhere": "no such ladder",
@@ -440,6 +443,19 @@ def test_losses_of_other_texts_are_not_compared(tmp_path):
             compare(kept[ours], kept[place])
 
 
+def test_points_that_show_nothing_of_the_size_name_no_size(tmp_path, capsys):
+    """A law without a term of the size has its optimum at no parameters."""
+    written_ladder(tmp_path)
+    values = json.loads((tmp_path / FILE).read_text())
+    values["fits"][DECAYED]["law"]["A"] = 1e-9
+    write_json(tmp_path / FILE, values)
+    command = [GPT2, "--output_dir", str(tmp_path), "--show", "--json"]
+    main(command)
+    assert json.loads(capsys.readouterr().out)["optimum"] is None
+    with pytest.raises(UserError, match="--serve: the points do not show what size and tokens bring"):
+        main([*command, "--serve", "1m"])
+
+
 def test_a_recipe_that_is_not_the_ladders_is_told(tmp_path, capsys):
     written_ladder(tmp_path)
     command = [GPT2, "--output_dir", str(tmp_path), "--show"]
@@ -459,7 +475,9 @@ def test_runs_of_another_recipe_are_refused_before_a_file_is_written(tmp_path):
     (tmp_path / "w64" / "w64.json").rename(tmp_path / "w64" / "recipe.json")
     main(words)
     for key, value in (("evaluation.max_validation_tokens", "1000"), ("training.seed", "7")):
-        with pytest.raises(UserError, match=r"w64: is of another .*choose another --output_dir"):
+        with pytest.raises(
+            UserError, match=r"w64: is of another recipe: [a-z]+\..*; choose another --output_dir"
+        ):
             main([*words, "--set", f"{key}={value}"])
     assert file.read_bytes() == before
 

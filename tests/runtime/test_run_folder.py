@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.format import Start, read_marker
+from pretraining.checkpoints.folders import DiskPlace, refuse_foreign_files
+from pretraining.checkpoints.format import MARKER, Start, read_marker
 from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
 from pretraining.evaluation import __main__ as evaluation
@@ -159,6 +160,43 @@ def test_a_file_where_a_folder_is_wanted(workshop, tmp_path):
         execute([sys.executable, "train.py", *workshop.options("--data_dir", file)])
     )
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize(
+    "theirs", ["export/model.safetensors", "extensions/own.py", "checkpoint-500/model.bin"]
+)
+def test_a_folder_of_other_files_is_refused_and_stays_as_it_is(workshop, tmp_path, theirs, resume):
+    """What a run would replace, empty, or take for a save that was killed, in a folder that no run has begun."""
+    file = tmp_path / "mine" / theirs
+    file.parent.mkdir(parents=True)
+    file.write_text("weeks of work")
+    (tmp_path / "mine/notes.txt").write_text("read me")
+    before = contents(tmp_path)
+    finished = execute(workshop.command(tmp_path / "mine", *PLAIN, more=["--resume", resume]))
+    what = f"{theirs.partition('/')[0]} would be written over, and no run has left its recipe.json here"
+    assert f"{tmp_path / 'mine'}: {what}; choose another --output_dir" in last_line(finished)
+    assert contents(tmp_path) == before
+
+
+def test_files_beside_those_of_a_run_are_no_matter(tmp_path):
+    """A run may begin beside notes; it goes on over its own files; a fetch that was killed has left its folder."""
+    run, stored = RunFolder(tmp_path / "runs/small"), DiskPlace(tmp_path / "store")
+    for name in ("notes.txt", "checkpoint-8-good/x", "checkpoint-4/half", "weights-2.partial/x"):
+        file = run.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+    (tmp_path / "store/checkpoint-4").mkdir(parents=True)
+    (tmp_path / "store/checkpoint-4" / MARKER).write_text("{}")
+    refuse_foreign_files(run, stored)
+    with pytest.raises(UserError, match="checkpoint-4 would be written over"):
+        refuse_foreign_files(run, None)
+    run.report.write_text("")
+    run.metrics.write_text("")
+    with pytest.raises(UserError, match=r"metrics\.jsonl and 1 more would be written over"):
+        refuse_foreign_files(run, stored)
+    run.recipe.write_text("{}")
+    refuse_foreign_files(run, None)
 
 
 def test_what_transformers_refuses_is_one_line_and_leaves_nothing(workshop, tmp_path):
