@@ -16,6 +16,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,7 +25,7 @@ from textwrap import wrap
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from pretraining.errors import UserError
+from pretraining.errors import UserError, nearest
 from pretraining.outside.addresses import refuse_credentials, refuse_slips
 from pretraining.recipe.fixed_keys import check_allowed
 from pretraining.recipe.recipe import SECTIONS
@@ -62,7 +63,10 @@ class OneLineParser(argparse.ArgumentParser):
         return as_typed(super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see {self.prog} --help)")
+        near = ""
+        if unknown := re.fullmatch(r"unrecognized arguments: (--[\w-]+).*", message, re.DOTALL):
+            near = nearest(unknown[1], re.findall(r"--[\w-]+", self.format_usage()))
+        raise UserError(f"{message}{near} (see {self.prog} --help)")
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = False) -> None:

@@ -27,7 +27,6 @@ from pretraining.checkpoints.folders import (
     UNCOMMITTED,
     DiskPlace,
     Place,
-    Retention,
     catalogue,
     entry_of,
     health,
@@ -37,7 +36,8 @@ from pretraining.checkpoints.folders import (
 )
 from pretraining.checkpoints.format import MARKER, marker_or_nothing
 from pretraining.checkpoints.merge import Merge
-from pretraining.checkpoints.upload import Push
+from pretraining.checkpoints.publish import Push
+from pretraining.checkpoints.retention import Retention
 from pretraining.command_line import (
     add_trust,
     answer_one,

@@ -1,4 +1,4 @@
-"""List the checkpoints of a run folder, judge them, choose which are kept, and remove or set aside the others.
+"""List the checkpoints of a run folder, judge them, and remove or set them aside (which are kept: retention.py).
 
 The health of a checkpoint has four words. `committed`: its marker holds, and every file has its size. `damaged`: one of
 these is not so. `other version`: this version cannot judge it. `uncommitted`: it has no marker, and does not count.
@@ -8,10 +8,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from heapq import heapreplace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,9 +27,7 @@ from pretraining.checkpoints.format import (
 )
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
-from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import flush_folder
-from pretraining.runtime.metric_names import lower_is_better
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
 
 COMMITTED, DAMAGED, OTHER_VERSION, UNCOMMITTED = "committed", "damaged", "other version", "uncommitted"
@@ -291,45 +288,3 @@ def entry_of(name: str, step: int, found: Health, changed: float | None = None) 
         **{key: marker.get(key) for key in ("saved", "ranks", "zero_stage", "tokens")},
         **{key: metrics.get(key) for key in ("loss", "eval_loss")},
     }
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept once a newer one is committed: the last, the best, and one every so many steps.
-
-    demote(run, checkpoint, weights_folder) makes a `from_pretrained` folder of a checkpoint, whole or not at all, and
-    returns whether the checkpoint may be removed now. Without it, nothing of a removed checkpoint is kept.
-    """
-
-    section: Checkpoints
-    demote: Callable[[RunFolder, Path, Path], bool] | None = None
-    metric: str = "loss"  # the recipe's `evaluation.metric`, by which the best are ranked
-
-    def kept_steps(self, committed: Iterable[tuple[int, Mapping]]) -> set[int]:
-        """Return the steps whose checkpoints are kept. committed: step and marker ({} if unreadable) of each."""
-        # the validation after exactly that step; None without one
-        measured = {step: marker.get("metrics", {}).get(f"eval_{self.metric}") for step, marker in committed}
-        newest = sorted(measured, reverse=True)
-        rule = self.section
-        if rule.keep_last is None:
-            return set(newest)
-        # Leaves out NaN, which is not equal to itself, so that it never ranks as best.
-        ranked = [step for step in newest if measured[step] is not None and measured[step] == measured[step]]
-        sign = 1 if lower_is_better(self.metric) else -1
-        # The sort is stable: of equally good checkpoints the newer ones come first.
-        best = sorted(ranked, key=lambda step: sign * measured[step])[: rule.keep_best]
-        every = [step for step in newest if rule.keep_every and step % rule.keep_every == 0]
-        return {*newest[: rule.keep_last], *best, *every}
-
-    def apply(self, run: RunFolder) -> list[Path]:
-        """Remove what the rule does not keep, after a commit; returns the checkpoints that the rule does not keep."""
-        folders = committed_checkpoints(run)
-        kept = self.kept_steps((step_in_name(each), marker_or_nothing(each)) for each in folders)
-        # Oldest first, one after the other: if the process is killed, the next call finds the rest.
-        removed = [folder for folder in reversed(folders) if step_in_name(folder) not in kept]
-        for folder in removed:
-            weights = run.weights(step_in_name(folder))
-            # The weights exist if an earlier call was killed between the demotion and the removal.
-            if self.demote is None or weights.exists() or self.demote(run, folder, weights):
-                remove_checkpoint(folder)
-        return removed

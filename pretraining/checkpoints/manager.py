@@ -1,11 +1,10 @@
 """Provide the CheckpointManager, with which the Trainer saves and loads: what each rank saves, and how it is set again.
 
 The order of a save: this rank's share of the Trainer's state is gathered (`rank_share`), copied and written in the
-background (background.py), and committed (format.py). Then old checkpoints are removed (folders.py) and the new one is
-uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
-
-Every rank saves its own fragments of the parameters and optimizer states. Rank 0 also saves what is the same on every
-rank. On loading, each rank reads the slices that it needs, for any number of ranks and any stage that saved them.
+background (background.py), and committed (format.py). Then old checkpoints are removed (retention.py) and the new one
+is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py). Every rank saves
+its own fragments of the parameters and optimizer states. Rank 0 also saves what is the same on every rank. On loading,
+each rank reads the slices that it needs, for any number of ranks and any stage that saved them.
 """
 
 import json
@@ -25,7 +24,6 @@ from transformers.trainer_callback import ExportableState
 
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.export import averaged_weights, demote_checkpoint, exponential_average
-from pretraining.checkpoints.folders import Retention
 from pretraining.checkpoints.format import (
     Identity,
     Start,
@@ -36,6 +34,7 @@ from pretraining.checkpoints.format import (
 )
 from pretraining.checkpoints.live_state import LiveState, live_state, set_block
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import (
     BUFFER,
     FORMAT,
@@ -92,7 +91,7 @@ class CheckpointManager(TrainerCallback):
     def save(self, trainer: Trainer, validation_follows: bool = False) -> None:
         """Begin to save this step; returns once its state is copied. validation_follows: so does `add_validation`."""
         step = trainer.state.global_step
-        # After the validation the Trainer asks for the same save again, and when it leaves its loop once more.
+        # The Trainer asks for the same save up to three times: before the validation, after it, and at its last step.
         if self._last_saved == step:
             return
         self._last_saved, self.writer.validation_follows = step, validation_follows

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pretraining.checkpoints.format import read_marker
 from pretraining.command_line import add_data_source, add_trust, not_negative_number, positive_integer
 from pretraining.errors import UserError
 from pretraining.recipe.fixed_keys import changed_parts
+from pretraining.runtime.installation import as_typed
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.table import Column, write_table
 from pretraining.schema import listed
@@ -57,7 +59,10 @@ class Merge:
         add_trust(parser)
 
     def answer(self, options: argparse.Namespace) -> dict:
-        """Return {"export", "loss": of the result or None, "parts": [{"part", "step", "share", "loss"}]}."""
+        """Return {"export", "loss": of the result or None, "parts": [{"part", "step", "share", "loss"}], "command"}.
+
+        command: what measures the result.
+        """
         run, parts = run_of(options.run), self._parts(options)
         shares = [1 / len(parts)] * len(parts)
         if options.weights is not None:
@@ -84,8 +89,12 @@ class Merge:
             {"part": each["folder"], "step": each["step"], "share": part_share, "loss": each["eval_loss"]}
             for each, part_share in zip(parts, shares, strict=True)
         ]
-        loss = self._measured(folder, options) if options.validate else None
-        return {"export": str(folder), "loss": loss, "parts": rows}
+        words = ["-m", "pretraining.evaluation", str(folder)]
+        if folder.resolve().parent != run.path.resolve():
+            words += ["--of", str(run.path)]
+        loss = self._measured(folder, words, options) if options.validate else None
+        command = as_typed(shlex.join(["python", *words]))
+        return {"export": str(folder), "loss": loss, "parts": rows, "command": command}
 
     def _parts(self, options: argparse.Namespace) -> list[dict]:
         """Return the entries of the catalogue that are averaged, the oldest first."""
@@ -111,9 +120,9 @@ class Merge:
             raise UserError(f"{newest}: the newest part must be a checkpoint, which names recipe and data")
         return parts
 
-    def _measured(self, folder: Path, options: argparse.Namespace) -> float:
+    def _measured(self, folder: Path, words: list[str], options: argparse.Namespace) -> float:
         """Return the loss on the run's validation set, measured by the command that measures an export."""
-        command = [sys.executable, "-m", "pretraining.evaluation", str(folder), "--json", "--no-sample"]
+        command = [sys.executable, *words, "--json", "--no-sample"]
         for name in ("data_dir", "data_cache", "data_cache_gb"):
             if (value := getattr(options, name)) is not None:
                 command += [f"--{name}", str(value)]
@@ -128,6 +137,5 @@ class Merge:
     def as_text(self, answer: dict) -> str:
         merged = {"part": Path(answer["export"]).name, "step": answer["parts"][-1]["step"], "share": 1.0}
         rows = [*answer["parts"], {**merged, "loss": answer["loss"]}]
-        measure = f"measure it: python -m pretraining.evaluation {answer['export']}"
         table = write_table(self.COLUMNS, rows)
-        return table if answer["loss"] is not None else f"{table}\n{measure}"
+        return table if answer["loss"] is not None else f"{table}\nmeasure it: {answer['command']}"

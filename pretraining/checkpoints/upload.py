@@ -1,13 +1,11 @@
-"""Upload to a store: committed checkpoints behind training, the export at the end, and what `push` publishes.
+"""Upload to a store: committed checkpoints behind training, and the export at the end.
 
 Checkpoints go to `checkpoints.upload`: files, then receipts, the marker last. Each rank's thread sends the files that
-the rank wrote. Rank 0 adds the marker once every rank has reported that its files are in the store. If the store fails,
-that is an event and never stops the run. Only one checkpoint is uploaded at a time. Of those that are committed in the
-meantime, only the newest is uploaded, next or at the end.
+the rank wrote, one at a time. Rank 0 adds the marker once every rank has reported that its files are in the store. If
+the store fails, that is an event and never stops the run. Only one checkpoint is uploaded at a time. Of those that are
+committed in the meantime, only the newest is uploaded, next or at the end.
 """
 
-import argparse
-import json
 import sys
 import threading
 import time
@@ -19,33 +17,27 @@ from pathlib import Path
 
 import xxhash
 
-from pretraining.checkpoints.folders import Retention, committed_checkpoints, files_in, step_in, step_in_name
+from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
     digest_entry,
-    file_entry,
     is_of_rank,
     parse_marker,
     parse_receipt,
     receipt_name,
 )
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun
-from pretraining.data.tools.push import check_repo_id, hub_refusal
-from pretraining.errors import UserError, require
-from pretraining.outside.addresses import is_remote, refuse_credentials, refuse_slips
-from pretraining.outside.files import inside, parse_json, read_bytes
+from pretraining.checkpoints.retention import Retention
+from pretraining.errors import UserError
+from pretraining.outside.files import read_bytes
 from pretraining.outside.masking import masked
-from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
-from pretraining.schema import check, read_json
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
 _CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
 
-LIST = "published.json"
-"""File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
 _SEND, _SENT = b"send", b"sent"  # what rank 0 finds is to be done with a checkpoint; a rank has done it
 
 
@@ -57,7 +49,8 @@ class Uploader:
     """Sends a run's committed checkpoints; every rank makes one, and calls the same methods at the same steps.
 
     mirror: checkpoints that retention removes here (`remove`) are also removed from the store, after the next upload.
-    rule: with `mirror`, applied once to those in the store that this folder never had, as after the loss of a disk.
+    rule: retention of checkpoints in the store that this folder never had, as after the loss of a disk; applied once,
+        with `mirror`.
     """
 
     def __init__(self, run: RunFolder, remote: RemoteRun, mirror: bool = True, rule: Retention | None = None):
@@ -277,84 +270,3 @@ def send_export(run: RunFolder, remote: RemoteRun) -> None:
     seconds = round(time.perf_counter() - began, 3)
     to = remote.where(run.export.name)
     run.add_event("export_upload", to=to, bytes=sum(sizes.values()), seconds=seconds)
-
-
-class Push:
-    """Publish the export of a finished run, with its report.
-
-    The destination is a model repository of the hub (OWNER/NAME), an address (s3://bucket/folder) or a folder, which
-    begins with / or a dot. What is there already is not sent again. In a store and in a folder, published.json comes
-    last and names every file with its checksum.
-    """
-
-    EXAMPLES = """  python -m pretraining.checkpoints push runs/tiny my-name/tiny --dry_run
-  python -m pretraining.checkpoints push runs/tiny my-name/tiny --private
-  python -m pretraining.checkpoints push runs/tiny ./published/tiny"""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("run", type=Path, metavar="RUN", help="folder of a finished run")
-        parser.add_argument("to", metavar="OWNER/NAME|ADDRESS|FOLDER", help="where it is published")
-        parser.add_argument("--private", action="store_true", help="a new repository of the hub is private")
-        parser.add_argument("--dry_run", action="store_true", help="list the files, and send nothing")
-
-    def answer(self, options: argparse.Namespace) -> dict:
-        """Return {"to", "files", "bytes", "sent": the names of files that were not there, "url"}."""
-        run, to = RunFolder(options.run), options.to
-        if not (run.export / "config.json").is_file():
-            raise UserError(f"{run.export}: no exported model there; it is written at the end of train.py")
-        # the card and the report repeat the recipe, which may be older than its own refusal
-        if run.recipe.exists():
-            refuse_credentials(read_json(run.recipe), str(run.recipe))
-        files = {str(path.relative_to(run.export)): path for path in files_in(run.export)}
-        files |= {run.report.name: run.report} if run.report.is_file() else {}
-        size = sum(path.stat().st_size for path in files.values())
-        found = {"to": to, "files": len(files), "bytes": size, "names": sorted(files)}
-        refuse_slips(to, "push")
-        at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
-        if at_hub:
-            check_repo_id(to)
-        if options.dry_run:
-            return {**found, "sent": [], "url": None}
-        return found | (to_hub(files, to, options.private) if at_hub else to_store(files, to))
-
-    def as_text(self, answer: dict) -> str:
-        head = f"{answer['files']} files, {num_bytes(answer['bytes'])}"
-        if answer["url"] is None:
-            return "\n".join([f"would publish {head}, to {answer['to']}", *answer["names"]])
-        return f"{head}: {answer['url']} ({len(answer['sent'])} sent)"
-
-
-def to_hub(files: dict[str, Path], repo_id: str, private: bool) -> dict:
-    """Send the files to a model repository of the hub in one commit."""
-    hub, errors = require("huggingface_hub", "push"), require("huggingface_hub.errors", "push")
-    api, operations = hub.HfApi(), [hub.CommitOperationAdd(name, str(path)) for name, path in files.items()]
-    try:
-        # huggingface_hub 2.4.0: None leaves it to the default of the owner, False would make it public
-        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
-        # one commit: nobody sees half of a model
-        api.create_commit(repo_id, operations=operations, commit_message="Export and report of a run")
-    except (OSError, errors.HTTPError, errors.LocalTokenNotFoundError) as error:
-        raise hub_refusal(error, repo_id) from error
-    return {"sent": sorted(files), "url": str(url)}
-
-
-def to_store(files: dict[str, Path], address: str) -> dict:
-    """Write the files to a store or a folder; those that are there with the same content are not sent again."""
-    place = address if is_remote(address) else str(Path(address).expanduser().absolute())
-    store = RemoteRun(place)
-    entries = {name: file_entry(path) for name, path in files.items()}
-    try:
-        known = check(parse_json(store.read_if_there(LIST) or "{}"), {"type": "object"}, LIST)
-        for each in known:
-            inside(Path(), each)  # what it names and we do not have is removed
-    except (ValueError, UserError) as error:
-        raise UserError(f"{store.where(LIST)}: no list of what was published ({error}); remove it") from None
-    changed = [name for name in files if known.get(name) != entries[name]]
-    if changed or known.keys() != entries.keys():
-        store.remove(LIST)  # the list must not vouch for files that are about to change
-        for each in changed:
-            store.write_file(each, files[each])
-        for each in known.keys() - entries.keys():
-            store.remove(each)
-        store.write_bytes(LIST, json.dumps(entries, indent=2).encode())
-    return {"sent": changed, "url": place}

@@ -38,8 +38,11 @@ def main(arguments: list[str] | None = None) -> None:
     export = options.run if is_export else RunFolder(options.run).export
     if not (export / "config.json").exists():
         raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
-    # An export that was given by its own path is in the folder of its run.
+    # An export that was given by its own path is in the folder of its run, unless another is named.
     run = RunFolder(options.run if (options.run / "recipe.json").exists() else export.parent)
+    run = RunFolder(options.of) if options.of else run
+    if options.of and not run.recipe.exists():
+        raise UserError(f"--of {options.of}: no run folder (no {run.recipe.name} there)")
     recipe = load_recipe(str(run.recipe)) if run.recipe.exists() else None
     if recipe is not None:
         kinds = [MODEL] if options.tasks or options.hellaswag else [MODEL, "metric"]
@@ -50,7 +53,9 @@ def main(arguments: list[str] | None = None) -> None:
         lines = (f"{name:{width}}  {value:.4f}" for name, value in scores.items())
         return print(json.dumps(scores) if options.json else "\n".join(lines))
     if recipe is None:
-        what = "no recipe.json beside it says what it was validated on; give the run's folder, or --tasks"
+        what = (
+            "no recipe.json beside it says what it was validated on; name its run with --of, or give --tasks"
+        )
         raise UserError(f"{export}: {what}")
     results = evaluate_run(export, recipe, options)
     if options.json:
@@ -162,6 +167,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser("python -m pretraining.evaluation", **shown, allow_abbrev=False)
     add = parser.add_argument
     add("run", type=Path, metavar="RUN|EXPORT", help="run folder, or a from_pretrained folder")
+    add("--of", type=Path, metavar="RUN", help="the run of an export that is elsewhere (default: beside it)")
     add("--tasks", metavar="A,B", help="score these instead: lm-eval's tasks, YAML files or folders of them")
     add("--hellaswag", metavar="FILE|NAME", help="score HellaSwag of a .jsonl file or hub name")
     add("--limit", type=positive_integer, metavar="N", help="only the first N items of each task")

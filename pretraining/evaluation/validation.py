@@ -1,7 +1,8 @@
 """The evaluation of a run while it trains: validation loss, exact over the set, and the scores of scores.py.
 
-When it runs is the Trainer's to decide (`training.eval_strategy`, `eval_steps`); `evaluate` of
-training/trainer.py calls it then, and adds the metrics of averaged weights (`average_...`).
+When it runs is the Trainer's to decide (`training.eval_strategy`, `eval_steps`, `eval_on_start`); one that was cut
+short is repeated (`Evaluator.is_repeated`). `evaluate` of training/trainer.py calls it then, and adds the metrics of
+averaged weights (`average_...`).
 """
 
 import math
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import ConcatDataset
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from pretraining.data.documents import IGNORED, count_blocks, part_of_sequences, stack_blocks
 from pretraining.data.manifest import entropy_bits
@@ -29,16 +31,15 @@ from pretraining.errors import UserError, nearest
 from pretraining.evaluation import scores
 from pretraining.evaluation.sampling import SamplingCallback, evaluation_mode
 from pretraining.extend import all_of
+from pretraining.planning.memory.activations import VALIDATED_AT_ONCE
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import OF_AVERAGE, perplexity
 from pretraining.runtime.process_group import RankGroups, gather_from_ranks, rank_groups
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, is_validated
 from pretraining.schema import display_path
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
-CHUNK_TOKENS = 1024
-"""Tokens whose logits are held in fp32 at once."""
 MEASURED = ("loss", "perplexity", "bits_per_byte")
 COUNTED_BLOCKS = 256
 """Blocks whose tokens are counted at once."""
@@ -95,7 +96,7 @@ def validation_sets(data: PreparedData, recipe: Recipe) -> list[ValidationSet]:
         sets = [ValidationSet(None, split)] if split.num_tokens else []
     beside = bool(sets)
     for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
-        # Without a share, a set of a training source's name stands for that source.
+        # With no part of the sources held out, a set that has a source's name stands for that source.
         share = Fraction(0) if beside else share_of.get(source.called, Fraction(0))
         part = large_enough(parts.get(len(names) + number), source.called, length, where, of_validation=True)
         sets.append(ValidationSet(source.called, part, beside, share))
@@ -226,7 +227,7 @@ def _sums(own_metrics: Mapping[str, Callable], logits: torch.Tensor, labels: tor
     """
     sums = torch.zeros(2 + len(own_metrics), dtype=torch.float64, device=logits.device)
     # In fp32 for a few tokens at a time, added up in fp64.
-    for rows, targets in zip(logits.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
+    for rows, targets in zip(logits.split(VALIDATED_AT_ONCE), labels.split(VALIDATED_AT_ONCE), strict=True):
         counted = targets != IGNORED
         nats = F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction="sum")
         chunk = [nats.double(), counted.sum().double()]
@@ -261,7 +262,7 @@ def _first_blocks(sets: Sequence[ValidationSet], recipe: Recipe) -> list[Measure
     return chosen
 
 
-class Evaluator:
+class Evaluator(TrainerCallback):
     """The evaluation of a run: the exact loss at every validation, and scores at some of them.
 
     What the recipe's `evaluation` asks for is opened with its data here; the model comes later.
@@ -285,7 +286,8 @@ class Evaluator:
         degrees: Degrees = NOT_SPLIT,
     ) -> None:
         section = recipe.evaluation
-        self.callbacks = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
+        samples = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
+        self.callbacks = (self, *samples)
         self.validation = Validation(validation_sets(data, recipe), recipe, degrees)
         self.dataset = self.validation.dataset  # for the Trainer
         self.unigram_bits_per_byte = self.validation.unigram_bits_per_byte
@@ -299,6 +301,15 @@ class Evaluator:
             averages = recipe.optimizer.average_decay is not None
             of_average = [f"{OF_AVERAGE}{name}" for name in MEASURED] if averages else []
             self._check_metric([*self.validation.names, *of_average])
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        args.eval_on_start = args.eval_on_start or self.is_repeated(args, state)
+
+    def is_repeated(self, args: TrainingArguments, state: TrainerState) -> bool:
+        """Return whether the validation after the present step, the first of a start, was due and has no result."""
+        step = state.global_step
+        due = args.eval_strategy == "steps" and step > 0 and step % state.eval_steps == 0
+        return due and not is_validated(step, state.log_history)
 
     def measure(self, model: nn.Module, step: int, interrupted: scores.Asked) -> dict[str, float] | None:
         """Measure the model after `step`; every rank must call it, and gets the same metrics. None if interrupted."""

@@ -302,8 +302,8 @@ def _pinned(answer: dict) -> list[tuple[str, str]]:
         waits = duration(answer["forecast"]["step"]["checkpoints"]["write_seconds"])
         of_node = f", {num_bytes(node * copy)} a node" if node > 1 else ""
         first = f"{num_bytes(copy)} a GPU{of_node}, in the first save, which takes longer"
-        less = f"with less than {num_bytes(need['host_node_bytes'])} of host memory"
-        parts.append(f"{first}; {less} every save stops training for {waits} instead")
+        less = f"a node with less than {num_bytes(need['host_node_bytes'])} of host memory"
+        parts.append(f"{first}; {less} stops training for {waits} at every save instead")
     return [("pinned", "; ".join(parts))] if parts else []
 
 

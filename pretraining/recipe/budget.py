@@ -1,6 +1,7 @@
 """Tokens of every optimizer step: the same throughout, or rising in stairs while a run is young (`budget.ramp`).
 
-`Progress` is the one answer to how many steps, tokens and samples there are at a step of a run.
+`Budget.of` makes whole steps of tokens, also of those of warm-up and decay. `Progress` is the one answer to how many
+steps, tokens and samples there are at a step of a run.
 """
 
 from bisect import bisect_right
@@ -201,8 +202,8 @@ class Resize(NamedTuple):
 def kept_resizes(changes: Sequence[dict], sizes: StepSizes) -> tuple[Resize, ...]:
     """Return the changes of the step's size through which a schedule that counts steps keeps its place.
 
-    A schedule that was itself changed counts the steps as they are from there on. So does one that met a change while
-    the size rose by a ramp.
+    None before a change of the schedule itself: from there on it counts steps as they are. The same after a change that
+    came while a ramp still made the steps larger.
     """
     if any(change["key"] == RAMP for change in changes):
         return ()

@@ -233,9 +233,9 @@ def _read(path: Path) -> dict:
     name = check(own.pop("base"), recipe_schema()["properties"]["base"], where, "base")
     try:
         base_path = path.parent / name if name.endswith(".json") else _find(name)
+        base = _with_files(base_path)
     except UserError as error:
         raise problem(where, "base", str(error).removeprefix("--recipe ")) from None
-    base = _with_files(base_path)
     if "base" in base:
         what = f"{display_path(base_path)} has a base itself; name that one, or a recipe without"
         raise problem(where, "base", what)
@@ -267,20 +267,20 @@ def _beside(recipe_path: Path, extension: str | dict) -> str | dict:
 
 
 def _find(name_or_path: str) -> Path:
-    path = RECIPES / f"{name_or_path}.json"
     if name_or_path.endswith(".json"):
         return Path(name_or_path)
-    if "/" in name_or_path:  # a name in a folder of recipes/: features/muon
-        return path if path.is_file() else Path(name_or_path)
-    published = RECIPES / "published"
-    if not path.is_file():
-        path = published / path.name
-    if name_or_path == "schema" or not path.is_file():
-        names, of_others = recipe_names(), [each.stem for each in sorted(published.glob("*.json"))]
-        there = f"there are: {', '.join(names)}; of published runs {', '.join(of_others)}"
-        near = f"no such recipe{nearest(name_or_path, names + of_others)}"
-        raise UserError(f"--recipe {name_or_path}: {near}; {there} (or give a path that ends in .json)")
-    return path
+    # a name in a folder of recipes/, as features/muon; of a published run the folder may be left out
+    for path in (RECIPES / f"{name_or_path}.json", RECIPES / "published" / f"{name_or_path}.json"):
+        if path.is_file() and name_or_path != "schema":
+            return path
+    if "/" in name_or_path and Path(name_or_path).exists():
+        return Path(name_or_path)
+    inside = sorted(f"{each.parent.name}/{each.stem}" for each in RECIPES.glob("*/*.json"))
+    published = [each.removeprefix("published/") for each in inside if each.startswith("published/")]
+    names = recipe_names() + [each for each in inside if each.startswith("modern/")]
+    near = f"no such recipe{nearest(name_or_path, [*names, *published, *inside])}"
+    there = f"there are: {', '.join(names)}; of published runs {', '.join(published)}; a key at a time in features/"
+    raise UserError(f"--recipe {name_or_path}: {near}; {there} (or give a path that ends in .json)")
 
 
 def _check_owners(values: dict, where: str) -> None:

@@ -17,7 +17,11 @@ from pretraining.runtime.installation import PACKAGE
 from pretraining.schema import Wrong, check, display_path, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
-"""Counted by formula in planning/shapes.py; what holds for them is tested for each."""
+"""Types that are counted by formula; what holds for them is tested for each. One more needs its keys in SHAPE_KEYS
+(recipes/generate_schema.py), its parameters and widths in planning/shapes.py, what its layers keep in
+planning/memory/activations.py, its kernels in planning/constants.py and tables/kernels.json (measured by
+benchmarks/kernel_factors.py), and if it can have them, muP (FAMILIES in recipe/optimizer.py) and Megatron's layouts
+(planning/parallelism.py)."""
 FILE = Path(__file__).with_name("model_types.json")
 MEASURED = Path(__file__).with_name("abilities.json")
 MEASURING = (

@@ -150,8 +150,8 @@ def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
     if keys := recipe.own_groups:
         key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")
         if optim not in ADAMW:
-            what = f"groups of their own exclude training.optim {optim}; --set training.optim={DEFAULT_OPTIM}"
-            yield key, what
+            what = f"{name} has groups of its own for AdamW, and training.optim={optim} is another optimizer"
+            yield key, f"{what}; --set training.optim={DEFAULT_OPTIM}, or leave {key} out"
         if offloads:
             what = "runs where its weights are; offload_optimizer would replace it by DeepSpeed's CPU Adam"
             yield key, f"{name} {what}; use --deepspeed zero1, zero2 or zero3"

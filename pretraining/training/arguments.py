@@ -36,7 +36,7 @@ FIXED = {
     "train_sampling_strategy": "sequential",  # the dataset is already in the run's global order
     "dataloader_drop_last": True,
     "ignore_data_skip": True,  # a resumed dataset starts at the consumed position
-    "average_tokens_across_devices": False,  # PretrainingTrainer counts them where ranks differ
+    "average_tokens_across_devices": False,  # `count_targets` of the Trainer does it, where ranks can differ
     "ddp_find_unused_parameters": False,
     "prediction_loss_only": True,
     "remove_unused_columns": False,

@@ -6,9 +6,10 @@
                     x what `budget.ramp.lr_scaling` makes of a step's size
                     x what rollbacks lower (`monitors.spikes.lr_factor`)
 
-The last three are `share_of_peak`. How many steps warm up is `Recipe.warmup_steps`; transformers counts them alike
-(`get_warmup_steps`). recipe/training.py checks the names and keywords of schedules. If a schedule follows the
-validation loss, it refuses the last two.
+The last three are `share_of_peak`. The steps that warm up: recipe/budget.py rounds `budget.warmup_tokens` to steps,
+`Training.in_steps` hands them on, and transformers' `get_warmup_steps` has the last word; `Recipe.warmup_steps` tells
+plan and messages the same (a test compares the two). recipe/training.py checks the names and keywords of schedules. If
+a schedule follows the validation loss, it refuses the last two.
 
 Elsewhere: `--limit_tokens` shortens a schedule with its run (recipe/loading.py), a step that is refused does not move
 it on (training/stability.py), and a run that goes on sets the rate again (checkpoints/manager.py).

@@ -289,7 +289,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         # loss and norm are judged together where the norm is known
         self.watch = LossWatch(refuses=self.policy == "skip" and not self.judges_norms)
         self.loss_course: SpikeScore | Deviations = SpikeScore(self.settings.window)
-        # 0.1 is in log norm, as SMALLEST_SCALE is in log loss
+        # of the logarithm of the norm, as SMALLEST_SCALE is of that of the loss
         self.norm_course: SpikeScore | Deviations = SpikeScore(self.settings.window, smallest_scale=0.1)
         if self.judges_norms:
             self.loss_course, self.norm_course = (Deviations(self.settings.window) for _ in range(2))
@@ -310,7 +310,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.loss_scale = loss_scale(optimizer)
         name = type(self).__name__
         saved = dict((state.stateful_callbacks.get(name) or {}).get("attributes", {}))
-        # It was saved at a request to stop, before the caller could act on it. The caller will after the next step.
+        # one that was saved as the run was asked to stop in that step: the caller acts on it after the next one
         finding = saved.pop("finding", None)
         self.finding = None if finding is None else Instability(*finding)
         for key, value in saved.items():

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
@@ -17,7 +17,7 @@ from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.metric_names import is_better, worst_value
 from pretraining.runtime.process_group import largest_over_ranks
 from pretraining.runtime.processes import STARTED, SignalListener, launch_details, starts_again_after_a_signal
-from pretraining.runtime.run_folder import RunFolder, is_validated
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
@@ -111,20 +111,9 @@ class StoppingCallback(TrainerCallback):
     def __init__(self, stop: StopRequests) -> None:
         self.stop = stop
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        """Repeat the validation of the resumed step, if it was due and cut short."""
-        args.eval_on_start = args.eval_on_start or repeats_validation(args, state)
-
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.stop.agreed():
             control.should_save = control.should_training_stop = True
-
-
-def repeats_validation(args: TrainingArguments, state: TrainerState) -> bool:
-    """Return whether the validation after the present step, the first of a start, was due and has no result."""
-    step = state.global_step
-    due = args.eval_strategy == "steps" and step > 0 and step % state.eval_steps == 0
-    return due and not is_validated(step, state.log_history)
 
 
 class EarlyStopping(TrainerCallback):

@@ -40,7 +40,7 @@ from pretraining.training.arguments import collate_blocks, training_refusals
 from pretraining.training.gradients import Clipping
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import Muon
-from pretraining.training.stopping import StoppingCallback, repeats_validation
+from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer, stepping_optimizers
 from pretraining.upstream.split_weights import expert_groups_of
@@ -392,7 +392,7 @@ class PretrainingTrainer(OpenTrainer):
                 optimizers.keep_average(each, self.recipe.optimizer, lambda: self.state.global_step)
 
     def repeats_validation(self) -> bool:
-        return repeats_validation(self.args, self.state)
+        return self.evaluator is not None and self.evaluator.is_repeated(self.args, self.state)
 
     def closing_results(self) -> dict[str, float]:
         """Return the metrics of the last step, measured now unless the Trainer's cadence has just done so."""

@@ -60,7 +60,10 @@ def test_merged_weights_are_the_average_of_their_parts(workshop, tmp_path):
     completed(["forked", "0", *verb, "prune", run, "--keep_last", "1", "--demote_to_weights", "--yes"])
     chosen = ["--steps", "10,8", "--weights", "1,3", "--to", tmp_path / "weighted"]
     shown = completed(["forked", "0", *verb, "merge", run, *chosen]).stdout
-    assert "weights-8" in shown and f"python -m pretraining.evaluation {tmp_path / 'weighted'}" in shown
+    measure = f"-m pretraining.evaluation {tmp_path / 'weighted'} --of {run}"
+    assert "weights-8" in shown and f"measure it: python {measure}\n" in shown
+    command = ["forked", "0", *measure.split(), "--data_dir", workshop.data, "--json", "--no-sample"]
+    assert abs(json.loads(completed(command).stdout.splitlines()[-1])["loss"] - last) < 0.5
     for name, merged in weights_of(tmp_path / "weighted").items():
         torch.testing.assert_close(merged, (parts[0][name] + 3 * parts[1][name]) / 4, rtol=1e-6, atol=1e-8)
 

@@ -11,7 +11,6 @@ import pytest
 
 from pretraining.checkpoints.choosing import choose_checkpoint
 from pretraining.checkpoints.folders import (
-    Retention,
     committed_checkpoints,
     damage,
     remove_uncommitted,
@@ -20,6 +19,7 @@ from pretraining.checkpoints.folders import (
 )
 from pretraining.checkpoints.format import FORMAT, MARKER, Start, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
+from pretraining.checkpoints.retention import Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.fixed_keys import BEFORE_THE_KEY, OURS, changed_parts, check_allowed

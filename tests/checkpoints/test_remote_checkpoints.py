@@ -19,7 +19,7 @@ import torch
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import Retention, committed_checkpoints, step_in_name
+from pretraining.checkpoints.folders import committed_checkpoints, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
     commit_checkpoint,
@@ -31,6 +31,7 @@ from pretraining.checkpoints.format import (
 )
 from pretraining.checkpoints.remote import RemoteRun, fetching_bar
 from pretraining.checkpoints.resume import changes_in
+from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
 from pretraining.data.streaming.store import Patience

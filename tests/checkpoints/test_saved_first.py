@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.background import CheckpointWriter
-from pretraining.checkpoints.folders import Retention
 from pretraining.checkpoints.format import MARKER, commit_checkpoint, read_marker
+from pretraining.checkpoints.retention import Retention
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import REPOSITORY, Run, committed, completed, execute, start_and_kill

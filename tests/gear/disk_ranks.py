@@ -15,10 +15,11 @@ import torch
 
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import Retention, step_in_name
+from pretraining.checkpoints.folders import step_in_name
 from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.remote import RemoteRun, fetch_absent
 from pretraining.checkpoints.resume import bring_history, refuse_lone_disks
+from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import CheckpointReader, fetch_nothing
 from pretraining.checkpoints.upload import Uploader
 from pretraining.errors import UserError

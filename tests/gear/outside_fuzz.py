@@ -41,10 +41,10 @@ from pretraining.checkpoints.format import (
     receipt_name,
 )
 from pretraining.checkpoints.live_files import NODES, fetch_records
+from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun, fetch_share, newest_stored
 from pretraining.checkpoints.resume import changes_in, changes_since, recorded_changes
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
-from pretraining.checkpoints.upload import LIST, to_store
 from pretraining.data.dedup.decontamination import read_evaluation_sets
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from pretraining.checkpoints.folders import Retention
 from pretraining.checkpoints.format import (
     Identity,
     Start,
@@ -10,6 +9,7 @@ from pretraining.checkpoints.format import (
     file_entry,
     write_receipt,
 )
+from pretraining.checkpoints.retention import Retention
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe

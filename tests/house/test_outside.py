@@ -13,8 +13,8 @@ import pytest
 from pretraining.checkpoints import __main__ as checkpoints
 from pretraining.checkpoints.folders import health
 from pretraining.checkpoints.format import MARKER, read_receipt, write_json, write_marker
+from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
-from pretraining.checkpoints.upload import LIST, to_store
 from pretraining.data.manifest import parse_manifest
 from pretraining.data.publishing import preparation_lock
 from pretraining.data.streaming.cache import ShardCache

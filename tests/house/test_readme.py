@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.command_line import parse_train_arguments
+from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.run_folder import RunFolder
 from tests.conftest import num_gpus
@@ -163,7 +164,7 @@ def parse_rehearsal(workshop: Workshop, words: list[str]) -> None:
 
 def run_plan(workshop: Workshop, words: list[str]) -> None:
     """`train.py --plan`: as it stands."""
-    succeeded(execute(words), f"plan of {Path(option(words, '--recipe')).stem}")
+    succeeded(execute(words), f"plan of {load_recipe(option(words, '--recipe')).name}")
 
 
 def run_train(workshop: Workshop, words: list[str]) -> None:

@@ -277,8 +277,8 @@ def test_a_plan_says_what_is_pinned_when_and_what_happens_without_room():
     assert state.pinned == pytest.approx(8 * case.parameters / 8, rel=0.01)
     assert f"pinned {num_bytes(state.pinned)} a GPU before the first step; " in text
     copies = f"{num_bytes(state.snapshot)} a GPU, {num_bytes(8 * state.snapshot)} a node"
-    less = f"with less than {num_bytes(8 * state.host_bytes)} of host memory"
-    assert f"{copies}, in the first save" in text and f"{less} every save stops training for" in text
+    less = f"a node with less than {num_bytes(8 * state.host_bytes)} of host memory"
+    assert f"{copies}, in the first save" in text and f"{less} stops training for" in text
     assert "pinned" not in as_text(full_plan(setup("30b", 8, "checkpoints.background=false"), H200))
 
 

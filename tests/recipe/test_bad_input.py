@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from pretraining.command_line import started_by_launcher
+from pretraining.command_line import parse_train_arguments, started_by_launcher
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
@@ -76,6 +76,8 @@ def test_a_recipe_that_is_not_there_or_not_json(train, tmp_path):
     refused(train("--recipe", "tinny"), "did you mean 'tiny'", "124m", "1.5b", "7b", "30b", "65b")
     finished = train("--stage", "3")  # argparse's own answer
     assert finished.code == 2 and "unrecognized arguments: --stage 3" in finished.stderr
+    with pytest.raises(UserError, match="unrecognized arguments: --worldsize 4; did you mean '--world_size'"):
+        parse_train_arguments(["--recipe", "tiny", "--worldsize", "4"])
 
 
 def test_ranks_that_do_not_divide_the_step(train):

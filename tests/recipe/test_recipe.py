@@ -123,6 +123,8 @@ def test_an_unknown_recipe_lists_those_there_are():
     assert set(RECIPES) >= {"tiny", "124m", "1.5b", "7b", "30b", "65b"}
     assert "did you mean '124m'?" in message and all(name in message for name in RECIPES)
     assert "no such recipe" in failing("schema")
+    assert "did you mean 'modern/1.5b'?" in failing("modern-1.5b")
+    assert "did you mean 'features/muon'?" in failing("features/muo")
 
 
 def test_names_of_other_frameworks_lead_to_our_keys():
@@ -365,7 +367,7 @@ def test_a_mistake_is_reported_with_the_file_that_holds_it(variant, tmp_path):
 
 WRONG_BASES = {
     "unknown": ("tinny", "base: tinny: no such recipe; did you mean 'tiny'?"),
-    "not there": ("nothing.json", "nothing.json: cannot be read"),
+    "not there": ("nothing.json", "variant.json: base: {folder}/nothing.json: cannot be read"),
     "a number": (3, "base: is 3 where a string is wanted"),
     "empty": ("", "base: is empty"),
     "itself": ("variant.json", "has a base itself; name that one, or a recipe without"),
@@ -374,7 +376,8 @@ WRONG_BASES = {
 
 @pytest.mark.parametrize("base, message", WRONG_BASES.values(), ids=WRONG_BASES)
 def test_what_is_no_base_is_refused_in_one_line(variant, base, message):
-    assert message in failing(variant(base=base))
+    path = variant(base=base)
+    assert message.format(folder=Path(path).parent) in failing(path)
 
 
 def test_plan_and_data_preparation_read_it_too(variant, tmp_path):

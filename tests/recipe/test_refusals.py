@@ -268,7 +268,7 @@ training.optim=lomo
 training.optim=sgd --deepspeed=zero2_offload
     training.optim: is sgd, but offloading the optimizer replaces it by DeepSpeed's CPU Adam
 optimizer.name=muon training.optim=sgd
-    optimizer.name: groups of their own exclude training.optim sgd
+    optimizer.name: muon has groups of its own for AdamW, and training.optim=sgd is another optimizer
 training.optim=adamw_8bit --deepspeed=zero3
     training.optim: is adamw_8bit, whose update looks at whole parameters, and ZeRO-3 gives it slices
 training.optim=adamw_torch_8bit --deepspeed=zero0
@@ -344,7 +344,7 @@ mup.base_width=64 mup.base_head_size=8
 mup.base_width=64 --deepspeed=zero2_offload
     muP runs where its weights are
 mup.base_width=64 training.optim=sgd
-    exclude training.optim sgd
+    training.optim=sgd is another optimizer
 mup.base_width=256 --recipe=moe-1.5b
     no rule here for the routers and experts of mixtral
 speed.compile=blocks --deepspeed=zero3_nvme

@@ -1,4 +1,7 @@
-"""The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's."""
+"""The published rules that measure a text's form: length, Gopher's quality and repetition, C4's and FineWeb's.
+
+A new rule is entered in RULES of chain.py.
+"""
 
 import re
 from collections import Counter
