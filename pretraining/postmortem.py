@@ -50,6 +50,8 @@ ADVICE = {
     "NCCL|ncclUnhandled|ibv_|DistBackendError": "run the doctor on these nodes (deepspeed --module "
     "pretraining.doctor); NCCL_DEBUG=WARN says more",
     "^a hang: ": "the stacks say where each rank waited; the rank that did not arrive is the one to look at",
+    "^its launcher is gone": "what started the ranks was killed, or ended by a signal that it does not pass on: a file "
+    "STOP in the run folder stops a run, and so does Ctrl-C",
     "^silent since ": "look whether its processes live; if none does, it was killed",
 }
 """{pattern of what failed first: what to do}; the first that fits counts."""

@@ -115,7 +115,9 @@ def _end_of(rows: list[dict], following: dict | None) -> tuple[str, dict]:
     for event in reversed(rows):
         kind = event.get("event")
         # "asked" is only written if nobody asked, as when the launcher was gone
-        if kind == "stopped" and event.get("asked", True):
+        if kind == "stopped" and not event.get("asked", True):
+            return "crash", event
+        if kind == "stopped":
             # started again by its launcher, or by the supervisor
             return "met anew" if following and following.get("restart") else "stopped", event
         if kind in ends:

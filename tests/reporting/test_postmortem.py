@@ -148,6 +148,17 @@ def test_a_run_that_was_killed_before_its_first_heartbeat_does_not_run(workshop,
     assert look_back(run.path).state == "running"
 
 
+def test_a_launcher_that_was_killed_alone_is_named(tmp_path):
+    """The ranks have saved and left by themselves: they did not end without a word."""
+    run = RunFolder(tmp_path / "run")
+    append_row(run.events, {"time": "2026-01-01T00:00:00Z", "event": "start", "world_size": 2})
+    stopped = {"event": "stopped", "step": 25, "reason": "its launcher is gone", "asked": False}
+    append_row(run.events, {"time": "2026-01-01T00:01:00Z", **stopped})
+    found = look_back(run.path)
+    assert (found.state, found.attempts[0].end) == ("stopped", "crash")
+    assert found.first.what == "its launcher is gone" and "a file STOP in the run folder" in found.advice[0]
+
+
 def test_a_failure_is_as_old_as_the_last_sign_of_life(tmp_path):
     """Nobody looked for five hours: it was not the next start that ended the run."""
     run = RunFolder(tmp_path / "run")
