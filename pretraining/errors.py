@@ -161,6 +161,11 @@ def _leave(error: UserError) -> None:
     os._exit(error.exit_code) if "WORLD_SIZE" in os.environ else sys.exit(error.exit_code)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of an error, of 200 characters at most, without secrets; its class if it says nothing."""
+    return masked(str(error).strip().partition("\n")[0])[:200] or type(error).__name__
+
+
 def cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
 

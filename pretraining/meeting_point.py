@@ -15,7 +15,7 @@ import sys
 import time
 
 from pretraining.command_line import OneLineParser, positive_integer
-from pretraining.errors import UserError, one_line_errors
+from pretraining.errors import UserError, one_line_errors, reason_of
 
 EXAMPLES = """examples:
   python -m pretraining.meeting_point
@@ -74,7 +74,7 @@ def open_command(words: list[str], patience: float = 2 * FORGET_SECONDS) -> list
         try:
             over = meeting.over()
         except RuntimeError as error:  # no store: the torchrun that comes first makes one
-            reason = str(error).partition("\n")[0]
+            reason = reason_of(error)
             print(f"meeting_point: {reason}; the command starts as it is", file=sys.stderr, flush=True)
             return words
         if not over:

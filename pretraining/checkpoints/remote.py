@@ -33,8 +33,8 @@ from pretraining.checkpoints.format import (
     parse_marker,
     read_marker,
 )
-from pretraining.data.streaming.store import Patience, ShortAnswer, Store, reason_of
-from pretraining.errors import UserError
+from pretraining.data.streaming.store import Patience, ShortAnswer, Store
+from pretraining.errors import UserError, reason_of
 from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import long_work, work_done

@@ -27,7 +27,7 @@ from pretraining.data.text_files import (
     local_file,
     read_documents,
 )
-from pretraining.errors import UserError, require
+from pretraining.errors import UserError, reason_of, require
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe.data import Data, Source, TextOrigin, ValidationSource
 
@@ -164,7 +164,7 @@ class HubSource:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> UserError:
-        reason = str(error).strip().partition("\n")[0]
+        reason = reason_of(error)
         what = f"cannot be read ({type(error).__name__}: {reason})"
         remedy = f"check dataset, config, split and revision in {self.key}, and the network"
         return UserError(f"dataset {self.dataset!r}: {what}; {remedy}")

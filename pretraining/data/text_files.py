@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 
 import orjson
 
-from pretraining.errors import UserError, nearest, require
+from pretraining.errors import UserError, nearest, reason_of, require
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import regular
 from pretraining.recipe.data import Condition
@@ -209,7 +209,7 @@ def _remote_files(spec: str, key: str, suffixes: tuple[str, ...]) -> list[InputF
     except ImportError as error:  # fsspec names the package that this kind of address needs
         raise UserError(f"{key}: {spec}: {error}") from error
     except Exception as error:  # every store has its own classes
-        reason = str(error).strip().partition("\n")[0]
+        reason = reason_of(error)
         what = f"cannot be reached ({type(error).__name__}: {reason})"
         remedy = "check the address, the credentials and the network"
         raise UserError(f"{key}: {spec}: {what}; {remedy}") from error
@@ -303,7 +303,7 @@ def _decode(raw: bytes, where: str) -> Document:
 
 
 def _damaged(address: str, error: Exception | str) -> UserError:
-    reason = str(error).partition("\n")[0].rstrip(".")
+    reason = reason_of(error).rstrip(".")
     return UserError(f"{address}: the file is truncated or damaged ({reason}); fetch it again")
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.ds_config import NOT_SPLIT, Degrees
-from pretraining.errors import UserError, nearest, require
+from pretraining.errors import UserError, nearest, reason_of, require
 from pretraining.evaluation.sampling import continued, encode, encode_start, evaluation_mode, seeded
 from pretraining.outside.files import COUNT, NUMBER, TEXT, json_lines, object_of
 from pretraining.runtime.process_group import rank_groups
@@ -222,7 +222,7 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
         try:
             split = datasets.load_dataset(source, split="validation")
         except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = reason_of(error)
             what = f"evaluation.hellaswag: {source}: no such file, and no dataset that can be read ({reason})"
             raise UserError(f"{what}; give a .jsonl file or a name on the hub, as Rowan/hellaswag") from error
         rows = [(f"row {number}", row) for number, row in enumerate(islice(split, limit), start=1)]

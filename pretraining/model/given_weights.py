@@ -18,7 +18,7 @@ import torch
 import xxhash
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from pretraining.errors import UserError, nearest
+from pretraining.errors import UserError, nearest, reason_of
 from pretraining.extend import load_pretrained
 from pretraining.model.counting import build_on_meta
 from pretraining.model.initial_weights import fill
@@ -237,7 +237,7 @@ def _fetch(name: str, where: str) -> Path:
                 break
         return found
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0][:200]
+        reason = reason_of(error)
         what = f"{name}: no such folder{_near(Path(name))}, and the hub does not give it ({reason})"
         remedy = "name a folder, or fetch it where there is a network: hf download"
         raise problem(where, KEY, f"{what}; {remedy} {repository}") from error
@@ -375,7 +375,7 @@ def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, name: str,
     try:
         other = load_pretrained("AutoTokenizer", folder)
     except Exception as error:  # whatever transformers stumbles over in a file of somebody else
-        reason = str(error).strip().partition("\n")[0][:200]
+        reason = reason_of(error)
         raise problem(where, KEY, f"the tokenizer of {name} cannot be loaded ({reason})") from error
     theirs, ours = other.get_vocab(), tokenizer.get_vocab()
     by_id = {number: token for token, number in theirs.items()}

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-from pretraining.errors import UserError
+from pretraining.errors import UserError, reason_of
 from pretraining.outside.files import COUNT, NUMBER, inside, object_of, read_bytes, read_json_value
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import work_done
@@ -163,7 +163,7 @@ class TorchFiles(WeightFiles):
 
 
 def _unreadable(path: Path, error: BaseException) -> UserError:
-    reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
+    reason = reason_of(error)
     return UserError(f"{path}: cannot be read as weights ({reason}); fetch it again")
 
 

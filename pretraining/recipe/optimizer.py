@@ -11,7 +11,7 @@ as large, with c times the rate, a c-th of the decay and of the epsilon, makes t
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -101,6 +101,7 @@ class InitialRow(SomeParameters):
         return self.std / divisors.get(self.over or "", 1.0)
 
 
+OF_MUON = ("momentum", "nesterov", "polynomial", "neuron_beta2", "per_head", "newton_schulz_steps", "scale")
 _TRIPLE = {"type": "array", "minItems": 3, "items": {"type": "number"}}
 _TRIPLES = {"type": "array", "items": _TRIPLE, "minItems": 1}
 _POLYNOMIALS = {"anyOf": [{"enum": ["steep", "converging", "polar_express"]}, _TRIPLES]}
@@ -158,6 +159,14 @@ class Optimizer(Section):
         names = {HIDDEN: "matrix", EMBEDDING: "embedding", HEAD: "embedding", ROUTER: "embedding"}
         given = {kind: {key: getattr(self, f"{name}_{key}") for key in keys} for kind, name in names.items()}
         return [*(ParameterRow(kind=kind, **values) for kind, values in given.items()), *self.groups]
+
+    def unread(self) -> list[str]:
+        """Say of each of Muon's keys that is set without Muon that it does nothing."""
+        others = [each for each in fields(self) if each.name in OF_MUON and self.name != "muon"]
+        names = [each.name for each in others if getattr(self, each.name) != each.default]
+        return [
+            f"optimizer.{name}: is Muon's, and does nothing with optimizer.name={self.name}" for name in names
+        ]
 
     def check_course(self, num_steps: float) -> Wrong:
         """Own coefficients are three a step, and the points of the table fit into a run of `num_steps`."""

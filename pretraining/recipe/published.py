@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pretraining.errors import UserError, require
+from pretraining.errors import UserError, reason_of, require
 from pretraining.outside.files import read_bytes
 from pretraining.recipe.model import EXACT, SPECIAL_IDS, checked_model, known_types, read_config
 from pretraining.recipe.section import schema_file
@@ -108,7 +108,7 @@ def _find(name: str, revision: str | None, where: str) -> tuple[Path, str | None
     except errors.EntryNotFoundError as error:
         raise problem(where, KEY, f"{name} has no config.json; name a model of transformers") from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0][:200]
+        reason = reason_of(error)
         raise problem(where, KEY, f"{name}: the hub does not give its config.json ({reason})") from error
     # in the cache its folder has the commit's name
     return file, file.parent.name

@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 
+from pretraining.checkpoints.folders import refuse_foreign_files
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.command_line import started_by_launcher
 from pretraining.data.packed_dataset import build_training_dataset
@@ -191,6 +192,9 @@ class Rehearsal:
         if self.is_elsewhere:
             return f"{self.run.path}: not looked at (the disk of the nodes is another)"
         changes_of_run(self.run.path, self.recipe.to_dict(), self.options.allow_change)
+        upload = self.recipe.checkpoints.upload
+        store = upload and RemoteRun(upload, self.run.path.name).at_first_contact()
+        refuse_foreign_files(self.run, store)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
             what = "this run is finished: nothing would start; choose another --output_dir"
             raise UserError(f"{self.run.path}: {what}")

@@ -207,6 +207,9 @@ def test_a_run_folder_that_cannot_be_written_or_holds_another_run_is_named(works
     shutil.copytree(workshop.run("zero2").dir.path, tmp_path / "run")
     with pytest.raises(UserError, match=r"^run folder: .*--allow_change"):
         rehearsed(workshop, tmp_path)
+    (tmp_path / "run" / "recipe.json").unlink()
+    with pytest.raises(UserError, match=r"^run folder: .*would be written over"):
+        rehearsed(workshop, tmp_path)
 
 
 def test_an_unreachable_store_and_a_taken_port_are_both_named(

@@ -159,6 +159,15 @@ ROUNDED = {
 }
 
 
+def test_keys_of_muon_without_muon_are_said_to_do_nothing():
+    """Nobody compares two settings of which the run reads neither."""
+    settings = ["optimizer.momentum=0.9", "optimizer.per_head=true", "optimizer.nesterov=true"]
+    (first, second) = load_recipe("features/gpt2", settings).notes
+    assert "optimizer.momentum: is Muon's, and does nothing with optimizer.name=adamw" in first
+    assert "optimizer.per_head" in second
+    assert not load_recipe("features/muon", settings).notes
+
+
 @pytest.mark.parametrize("settings, expected, said", ROUNDED.values(), ids=ROUNDED)
 def test_budgets_are_written_as_people_say_them(settings, expected, said):
     """Tokens and shares are rounded to whole steps, and a note says to how many; a resolved recipe has none to say."""

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pretraining.errors import UserError, file_error, require
+from pretraining.errors import UserError, file_error, reason_of, require
 from pretraining.outside.files import is_name, read_bytes, regular
-from pretraining.outside.masking import masked
 
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0
@@ -82,11 +81,6 @@ def refusal(error: Exception, what: str) -> UserError | None:
         remedy = "check the account and its rights"
         return UserError(f"{what}: no permission to read it ({reason_of(error)}); {remedy}")
     return None
-
-
-def reason_of(error: BaseException) -> str:
-    """Take the first line of an error's message, or its name if it has none, without any secret."""
-    return masked(str(error).strip().partition("\n")[0])[:200] or type(error).__name__
 
 
 def log_line(message: str, speaker: str = "data") -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pretraining.data.manifest import MANIFEST_NAME, source_entries
 from pretraining.data.tools.finished import damaged, open_finished, source_names, verify_data
-from pretraining.errors import UserError
+from pretraining.errors import UserError, reason_of
 from pretraining.outside.addresses import refuse_credentials
 
 CARD_NAME = "README.md"
@@ -97,7 +97,7 @@ def hub_refusal(error: Exception, repo_id: str) -> UserError:
     """Write one line about what the hub or the network refused."""
     from huggingface_hub import errors
 
-    reason = str(error).strip().partition("\n")[0].rstrip(".: ")
+    reason = reason_of(error).rstrip(".: ")
     if isinstance(error, errors.LocalTokenNotFoundError):
         return UserError(f"push: {reason}; {LOGIN}")
     if not isinstance(error, errors.HfHubHTTPError):
