@@ -70,6 +70,7 @@ def train(
     """Train to the end; after a rollback, make another attempt. data: None to prepare it meanwhile."""
     # Plan and errors answer at once: the imports below take seconds.
     prepare_imports()  # no garbage collection, no messages that help nobody
+    from pretraining.checkpoints.folders import refuse_foreign_files
     from pretraining.checkpoints.live_files import live_files
     from pretraining.reporting.live import live_report
     from pretraining.runtime.notices import notices
@@ -87,6 +88,7 @@ def train(
         # Asked once more for several nodes: each may see a folder of its own, and rank 0's counts.
         if options.resume == "auto" and from_rank_0(lambda: run.is_finished(recipe.to_dict())):
             return from_rank_0(lambda: report_end(run))
+        refuse_foreign_files(run)
         monitors = RunMonitors(run, recipe)
         with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.output_dir or WORKPLACE / "runs" / f"{recipe.name}-sweep"
     # all of them before the first is started: a wrong value is no surprise after hours
     points = points_of(options, recipe, folder)
+    if (folder / "report.html").exists() and not (folder / JOBS).exists():
+        raise UserError(f"{folder}: its report.html is of no sweep; choose another --output_dir")
     jobs, failures, code = known_jobs(folder), {}, FINISHED
     if not options.show:
         if options.slurm is not None:
@@ -214,10 +216,14 @@ def _is_queued(job: str | None) -> bool:
 
 
 def known_jobs(folder: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError, KeyError, TypeError):  # another file of that name, or half a one
+    if not (folder / JOBS).exists():
+        return {}
+    try:
         points = read_json_value(folder / JOBS)["points"]
         return {Path(point["folder"]).name: point["job"] for point in points if point["job"]}
-    return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = "is not that of a sweep or a ladder; move it away, or choose another --output_dir"
+        raise UserError(f"{folder / JOBS}: {what}") from error
 
 
 def answer_of(

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import xxhash
 
 from pretraining.checkpoints.folders import (
+    ON_ITS_WAY,
     OTHER_VERSION,
     UNCOMMITTED,
     DiskPlace,
@@ -326,6 +327,7 @@ class _Chooser:
                     sync_to_disk(path)
             is_here = _marker_here(folder) == candidate.marker
             if not is_here:
+                (folder / ON_ITS_WAY).unlink(missing_ok=True)
                 place_marker(folder, candidate.marker)
             return not is_here
 
@@ -362,8 +364,9 @@ class _Chooser:
             if (folder / MARKER).exists():
                 move_aside(self.run, folder)  # another one of that step
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / ON_ITS_WAY).touch()
             for path in folder.iterdir():
-                if path.name not in files and path.is_file():
+                if path.name not in (*files, ON_ITS_WAY) and path.is_file():
                     path.unlink()
         sizes = DiskPlace(self.run.path).sizes(candidate.name)
         faults = {name: size_fault(name, sizes.get(name), entry) for name, entry in files.items()}

@@ -1,6 +1,7 @@
 """Find the run and the checkpoints that a command means, in words that are the same for every verb."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,5 +91,5 @@ def write_export(*arguments: Any, **options: Any) -> None:
 
 
 def refuse_existing(folder: Path, option: str) -> None:
-    if folder.exists():
+    if os.path.lexists(folder):
         raise UserError(f"{folder}: is there already; remove it, or choose another with {option}")

@@ -28,11 +28,15 @@ from pretraining.checkpoints.format import (
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
 from pretraining.runtime.durable_files import flush_folder
-from pretraining.runtime.run_folder import RunFolder, unix_seconds
+from pretraining.runtime.process_group import together
+from pretraining.runtime.run_folder import RunFolder, read_events, unix_seconds
 
 COMMITTED, DAMAGED, OTHER_VERSION, UNCOMMITTED = "committed", "damaged", "other version", "uncommitted"
 WEIGHTS_ONLY = "weights only"
+ON_ITS_WAY = ".on_its_way"
+"""File of a checkpoint whose others are being brought here; the marker takes its place."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ASIDE = re.compile(r"(checkpoint|weights)-\d+\.\d{8}T\d{6}Z")
 
 Files = Mapping[str, dict]  # {name: {"bytes", "checksum"}}, as a marker has them
 Progress = Callable[[int], object]  # called with the number of bytes of each read
@@ -71,27 +75,46 @@ def files_in(folder: Path) -> list[Path]:
 
 def remove_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, its marker first: if the process is killed in between, the rest does not count."""
+    if folder.is_symlink() or folder.is_file():
+        # what it names is not in this folder, and stays
+        folder.unlink()
+        return flush_folder(folder.parent)
     (folder / MARKER).unlink(missing_ok=True)
     flush_folder(folder)  # the disk, too, must lose the marker before it loses the first file
-    shutil.rmtree(folder)
+    return shutil.rmtree(folder)
 
 
-def refuse_foreign_files(run: RunFolder, store: "Place | None") -> None:
-    """Raise `UserError` if this run would write over files of somebody else: no start has left its recipe here.
+def refuse_foreign_files(run: RunFolder) -> None:
+    """Raise `UserError` on every rank if a start in this folder would write over files of somebody else. A collective.
 
-    store: from which a start that was killed may have fetched a part of a checkpoint.
+    They are somebody else's if no start has left its recipe or an event here. A checkpoint that is not whole is ours if
+    it was on its way from a store or another disk.
     """
-    if run.recipe.exists():
-        return
-    files = [run.plan, run.environment, run.mixture, run.metrics, run.samples, run.report]
-    found = [path for path in (*files, run.model, run.export, run.extensions) if path.exists()]
-    # as those of a plain Trainer
-    bare = [folder for folder in checkpoint_folders(run) if not (folder / MARKER).exists()]
-    found += [each for each in bare if store is None or store.marker(each.name) is None]
-    if found:
-        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        what = f"{found[0].name}{more} would be written over, and no run has left its {run.recipe.name} here"
-        raise UserError(f"{run.path}: {what}; choose another --output_dir, or move what is here away")
+
+    def look() -> None:
+        for folder in (run.model, run.export, run.extensions):
+            if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+                raise UserError(f"{folder}: is a link or a file where the run makes a folder; move it away")
+        if run.recipe.exists() or read_events(run.events) or read_events(run.node_events):
+            return
+        files = [run.plan, run.environment, run.mixture, run.metrics, run.samples, run.report]
+        found = [path for path in (*files, run.model, run.export, run.extensions) if path.exists()]
+        found += [*checkpoint_folders(run, "weights"), *run.path.glob("weights-*.partial")]
+        found += [*filter(_is_foreign, checkpoint_folders(run))]
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            what = (
+                f"{found[0].name}{more} would be written over, and no run has left its {run.recipe.name} here"
+            )
+            raise UserError(f"{run.path}: {what}; choose another --output_dir, or move what is here away")
+
+    together(lambda: look() if run.disks.is_first else None)
+
+
+def _is_foreign(checkpoint: Path) -> bool:
+    """Return whether it is none of ours, as that of a plain Trainer."""
+    names = {path.name for path in checkpoint.iterdir()} if checkpoint.is_dir() else set()
+    return bool(names) and not names & {MARKER, ON_ITS_WAY}
 
 
 def remove_uncommitted(run: RunFolder) -> None:
@@ -99,7 +122,7 @@ def remove_uncommitted(run: RunFolder) -> None:
     for folder in checkpoint_folders(run):
         if not (folder / MARKER).exists():
             if folder.is_symlink() or folder.is_file():
-                what = "a link to nothing, or a file, where a checkpoint belongs"
+                what = "a link or a file, with no committed checkpoint behind it"
                 raise UserError(f"{folder}: {what}; move it away")
             shutil.rmtree(folder)  # before the event, for which a full disk needs this room
             run.add_event("uncommitted_checkpoint_removed", checkpoint=folder.name)
@@ -270,7 +293,9 @@ def catalogue(run: RunFolder) -> list[dict]:
     entries = [entry(each) for each in checkpoint_folders(run)]
     entries += [entry(each, WEIGHTS_ONLY) for each in checkpoint_folders(run, "weights")]
     entries.sort(key=lambda each: (-each["step"], each["folder"]))
-    return entries + [entry(each, "set aside") for each in sorted(run.aside.glob("*-*"))]
+    return entries + [
+        entry(each, "set aside") for each in sorted(run.aside.glob("*-*")) if _ASIDE.match(each.name)
+    ]
 
 
 def entry_of(name: str, step: int, found: Health, changed: float | None = None) -> dict:

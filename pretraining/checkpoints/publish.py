@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from pretraining.checkpoints.folders import files_in
@@ -13,10 +14,11 @@ from pretraining.outside.addresses import is_remote, refuse_credentials, refuse_
 from pretraining.outside.files import inside, parse_json
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import check, read_json
+from pretraining.schema import check, listed, read_json
 
-LIST = "published.json"
-"""File that names all others with their sizes and checksums. It comes last: if it is there, they are complete."""
+LIST, BEGUN = "published.json", "published.partial.json"
+"""File that names all others with their sizes and checksums. It comes last: if it is there, they are complete.
+Before them comes one of their names alone."""
 
 
 class Push:
@@ -50,6 +52,8 @@ class Push:
         size = sum(path.stat().st_size for path in files.values())
         found = {"to": to, "files": len(files), "bytes": size, "names": sorted(files)}
         refuse_slips(to, "push")
+        if not is_remote(to) and os.path.lexists(to) and not Path(to).is_dir():
+            raise UserError(f"push: {to}: is no folder; choose another place")
         at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
         if at_hub:
             check_repo_id(to)
@@ -84,17 +88,24 @@ def to_store(files: dict[str, Path], address: str) -> dict:
     store = RemoteRun(place)
     entries = {name: file_entry(path) for name, path in files.items()}
     try:
-        known = check(parse_json(store.read_if_there(LIST) or "{}"), {"type": "object"}, LIST)
+        # that of an interrupted one vouches for nothing, but says that the files are ours
+        kept = store.read_if_there(LIST) or store.read_if_there(BEGUN)
+        known = check(parse_json(kept or "{}"), {"type": "object"}, LIST)
         for each in known:
             inside(Path(), each)  # what it names and we do not have is removed
     except (ValueError, UserError) as error:
         raise UserError(f"{store.where(LIST)}: no list of what was published ({error}); remove it") from None
+    if kept is None and (theirs := sorted((store.sizes("") or {}).keys() & files.keys())):
+        what = f"{listed(theirs, ', ')} would be written over, and nothing was published there before"
+        raise UserError(f"{place}: {what}; choose another place, or remove what is there")
     changed = [name for name in files if known.get(name) != entries[name]]
     if changed or known.keys() != entries.keys():
+        store.write_bytes(BEGUN, json.dumps(dict.fromkeys({**known, **entries})).encode())
         store.remove(LIST)  # the list must not vouch for files that are about to change
         for each in changed:
             store.write_file(each, files[each])
         for each in known.keys() - entries.keys():
             store.remove(each)
         store.write_bytes(LIST, json.dumps(entries, indent=2).encode())
+        store.remove(BEGUN)
     return {"sent": changed, "url": place}

@@ -22,7 +22,6 @@ from pretraining.checkpoints.folders import (
     DiskPlace,
     committed_checkpoints,
     health,
-    refuse_foreign_files,
     remove_uncommitted,
     set_aside_after,
     step_in_name,
@@ -37,7 +36,6 @@ from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
-from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import TEXT, object_of, parse_json, read_json_value
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
@@ -77,12 +75,8 @@ def find_start(
     allowed: keys of the recipe, or sections, that may differ from what the run was so far. resume, layout: as in
     `choose_checkpoint`.
     """
-    upload = recipe.checkpoints.upload
-    store = upload and RemoteRun(upload, run.path.name).at_first_contact()
-    if is_remote(resume):
-        store, _ = RemoteRun.of_checkpoint(resume)
-    together(lambda: refuse_foreign_files(run, store) if run.disks.is_first else None)
     refuse_lone_disks(run, recipe)
+    upload = recipe.checkpoints.upload
     # Also on one disk that was one of several before, as that of the last node which is left.
     in_parts = not run.disks.shared or from_rank_0(run.holds_parts)
     if in_parts and resume != "never":

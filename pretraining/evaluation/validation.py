@@ -35,8 +35,8 @@ from pretraining.planning.memory.activations import VALIDATED_AT_ONCE
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
 from pretraining.runtime.metric_names import OF_AVERAGE, perplexity
-from pretraining.runtime.process_group import RankGroups, gather_from_ranks, rank_groups
-from pretraining.runtime.run_folder import RunFolder, is_validated
+from pretraining.runtime.process_group import RankGroups, from_rank_0, gather_from_ranks, rank_groups
+from pretraining.runtime.run_folder import RunFolder, first_step, is_validated, read_events
 from pretraining.schema import display_path
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
@@ -285,7 +285,7 @@ class Evaluator(TrainerCallback):
         run: RunFolder | None = None,
         degrees: Degrees = NOT_SPLIT,
     ) -> None:
-        section = recipe.evaluation
+        section, self.run = recipe.evaluation, run
         samples = () if run is None else (SamplingCallback(run, recipe, tokenizer),)
         self.callbacks = (self, *samples)
         self.validation = Validation(validation_sets(data, recipe), recipe, degrees)
@@ -303,12 +303,19 @@ class Evaluator(TrainerCallback):
             self._check_metric([*self.validation.names, *of_average])
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        args.eval_on_start = args.eval_on_start or self.is_repeated(args, state)
+        """Begin with a validation where the run begins, if that is asked for, or to repeat one."""
+        # not at every start: it would be one that the undisturbed run does not make
+        begins = args.eval_on_start and state.global_step == from_rank_0(self._first_step)
+        args.eval_on_start = begins or self.is_repeated(args, state)
+
+    def _first_step(self) -> int:
+        return first_step(read_events(self.run.events)) if self.run else 0
 
     def is_repeated(self, args: TrainingArguments, state: TrainerState) -> bool:
         """Return whether the validation after the present step, the first of a start, was due and has no result."""
         step = state.global_step
         due = args.eval_strategy == "steps" and step > 0 and step % state.eval_steps == 0
+        due = due and step >= args.eval_delay
         return due and not is_validated(step, state.log_history)
 
     def measure(self, model: nn.Module, step: int, interrupted: scores.Asked) -> dict[str, float] | None:

@@ -51,6 +51,10 @@ QUIET: dict[str, dict[str, Any]] = {
 """What no member does: it keeps the checkpoints of its branches, and tells nobody."""
 
 
+MEMBER = "A member of the ladder of"
+"""How the description of a member's recipe begins."""
+
+
 @dataclass(frozen=True)
 class Choices:
     """What the user asks of a family."""
@@ -274,7 +278,7 @@ def _member(
     }
     # tasks are scored at the end alone
     values["evaluation"]["task_steps"] = first * 2 * doublings
-    values |= {"mup": mup, "published": {}, "description": f"A member of the ladder of {target.name}."}
+    values |= {"mup": mup, "published": {}, "description": f"{MEMBER} {target.name}."}
     values["extensions"] = [
         str(each.path.absolute()) if each.is_file else each.module for each in shaped.extensions
     ]

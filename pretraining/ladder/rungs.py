@@ -14,7 +14,7 @@ from typing import Any
 from pretraining.checkpoints.branch import StageChanges, branch
 from pretraining.checkpoints.folders import damage
 from pretraining.errors import UserError
-from pretraining.ladder.family import Member, shape_notes
+from pretraining.ladder.family import MEMBER, Member, shape_notes
 from pretraining.outside.files import read_json_value
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -26,7 +26,7 @@ from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.metric_names import grouped
 from pretraining.runtime.run_folder import RunFolder, results_of
-from pretraining.schema import differences
+from pretraining.schema import differences, read_json
 from pretraining.sweep import Point
 
 RISE = 1.05
@@ -98,7 +98,9 @@ def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespac
 def check_begun(rungs: Sequence[Rung]) -> None:
     """Refuse runs that another recipe has begun, or another way to validate, which branches keep: no law is both's."""
     for rung in rungs:
-        own = results_of(rung.recipe.to_dict())
+        own, file = results_of(rung.recipe.to_dict()), rung.member.recipe.path
+        if file.exists() and MEMBER not in str(read_json(file).get("description")):
+            raise UserError(f"{file}: is no member of a ladder; choose another --output_dir")
         # a file that cannot be read stops its run in a line of its own
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             begun = results_of(read_json_value(RunFolder(rung.trunk).recipe))

@@ -6,7 +6,6 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from pretraining.checkpoints.format import file_entry
 from pretraining.data.checksums import digest_of
 from pretraining.data.preparation.slurm import read_slurm_options
 from pretraining.doctor.gpus import read_gpus
+from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.durable_files import write_json
@@ -87,10 +87,14 @@ class Record:
         self.path = run.pipeline
         self.steps: dict[str, dict] = {}
         self.files: dict[str, dict] = {}
-        # none yet, or another file of that name: then every step looks at what is there
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        if not self.path.exists():
+            return
+        try:
             kept = read_json_value(self.path)
             self.steps, self.files = dict(kept["steps"]), dict(kept["files"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = "is no record of a pipeline; move it away, or choose another --output_dir"
+            raise UserError(f"{self.path}: {what}") from error
 
     def add(self, step: str, entry: Mapping[str, Any]) -> None:
         """Keep what a step has done; the whole record is written, also into a folder that has replaced the old one."""

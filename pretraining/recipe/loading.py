@@ -271,11 +271,12 @@ def _find(name_or_path: str) -> Path:
         return Path(name_or_path)
     # a name in a folder of recipes/, as features/muon; of a published run the folder may be left out
     for path in (RECIPES / f"{name_or_path}.json", RECIPES / "published" / f"{name_or_path}.json"):
-        if path.is_file() and name_or_path != "schema":
+        if path.is_file() and path.stem != "schema":
             return path
     if "/" in name_or_path and Path(name_or_path).exists():
         return Path(name_or_path)
-    inside = sorted(f"{each.parent.name}/{each.stem}" for each in RECIPES.glob("*/*.json"))
+    paths = [each for each in RECIPES.glob("*/*.json") if each.stem != "schema"]
+    inside = sorted(f"{each.parent.name}/{each.stem}" for each in paths)
     published = [each.removeprefix("published/") for each in inside if each.startswith("published/")]
     names = recipe_names() + [each for each in inside if each.startswith("modern/")]
     near = f"no such recipe{nearest(name_or_path, [*names, *published, *inside])}"

@@ -113,7 +113,7 @@ def start_as(place: RankPlace, attempt: Callable[[Job], bool], asked: Asked, run
         plan = replace(plan, accumulation_steps=min(plan.accumulation_steps, MOST_MICRO_BATCHES))
     # the recipe of a run that ends after its first step and reports to nobody
     checkpoints = replace(recipe.checkpoints, time_limit_hours=SOON_HOURS, upload=None, background=False)
-    alone = {**recipe.training, "report_to": "none", "dataloader_num_workers": 0}
+    alone = {**recipe.training, "report_to": "none", "dataloader_num_workers": 0, "eval_on_start": False}
     recipe = replace(recipe, training=alone, checkpoints=checkpoints)
     here = place.local_rank, place.ranks_of_node
     gpu_of_none = fake_gpu(place.world_size, place.rank, here, **named)

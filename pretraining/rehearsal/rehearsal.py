@@ -192,9 +192,7 @@ class Rehearsal:
         if self.is_elsewhere:
             return f"{self.run.path}: not looked at (the disk of the nodes is another)"
         changes_of_run(self.run.path, self.recipe.to_dict(), self.options.allow_change)
-        upload = self.recipe.checkpoints.upload
-        store = upload and RemoteRun(upload, self.run.path.name).at_first_contact()
-        refuse_foreign_files(self.run, store)
+        refuse_foreign_files(self.run)
         if self.options.resume == "auto" and self.run.is_finished(self.recipe.to_dict()):
             what = "this run is finished: nothing would start; choose another --output_dir"
             raise UserError(f"{self.run.path}: {what}")

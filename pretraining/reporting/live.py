@@ -88,8 +88,9 @@ def watch(folder: Path, output: Path, every_seconds: float, since: float = 0.0) 
         if record is None:
             with contextlib.suppress(UserError):
                 record = RunRecord(folder)
-                # until the run has written something there is nothing to show
-                record = record if record.newest_seconds >= since - CLOCK_SECONDS else None
+                # until the run has begun there is nothing to show, and the folder may be somebody else's
+                begun = record.run.recipe.exists() and record.newest_seconds >= since - CLOCK_SECONDS
+                record = record if begun else None
         else:
             record.refresh()
         if record is not None:

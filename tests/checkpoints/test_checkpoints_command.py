@@ -88,6 +88,18 @@ def test_prune_shows_first_and_removes_when_told(run, capsys):
     assert "nothing to remove" in capsys.readouterr().out
 
 
+def test_prune_leaves_alone_what_is_not_the_runs(run, tmp_path):
+    """What is behind a link, and notes beside what was set aside."""
+    elsewhere = run.checkpoint(2).rename(tmp_path / "larger-disk")
+    run.checkpoint(2).symlink_to(elsewhere)
+    for name in ("my-notes", "thesis-8"):
+        (run.aside / name).mkdir()
+    before = contents(elsewhere)
+    main(["prune", str(run.path), "--yes"])
+    assert contents(elsewhere) == before and not run.checkpoint(2).is_symlink()
+    assert sorted(path.name for path in run.aside.iterdir()) == ["my-notes", "thesis-8"]
+
+
 def test_prune_leaves_a_run_that_is_writing_alone(run):
     """What looks uncommitted may be on its way."""
     with lock_idle_run(run.path):

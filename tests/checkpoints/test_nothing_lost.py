@@ -75,6 +75,21 @@ def test_a_row_over_a_resume_is_the_row_of_an_unbroken_run(workshop, tmp_path):
         assert Run(output).samples == whole.samples
 
 
+def test_a_resume_makes_no_validation_that_the_undisturbed_run_does_not(workshop, tmp_path):
+    """The rate follows the validations; none is due at step 4, and the one at the beginning is not made again."""
+    settings = ("training.eval_steps=2", "training.eval_delay=6", "training.eval_on_start=true")
+    settings += ("checkpoints.keep_last=5", "training.lr_scheduler_type=reduce_lr_on_plateau")
+    settings += ('training.lr_scheduler_kwargs={"factor": 0.5, "patience": 0, "threshold": 0.5}',)
+    whole = workshop.run("zero2", settings=settings)
+    assert list(_losses_by_step(whole)[1]) and [row["step"] for row in whole.validation_rows] == [0, 6, 8, 10]
+    output = tmp_path / "run"
+    shutil.copytree(whole.folder, output)
+    for lost in ("export", "checkpoint-10", "checkpoint-8"):
+        shutil.rmtree(output / lost)
+    completed(workshop.command(output, "zero2", settings=settings))
+    same_curve(Run(output), whole)
+
+
 def _losses_by_step(run: Run) -> tuple[dict, list]:
     training = {row["step"]: row["train/loss"] for row in run.training_rows}
     return training, [(row["step"], row["eval/loss"]) for row in run.validation_rows]

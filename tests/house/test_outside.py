@@ -137,6 +137,32 @@ def test_a_list_of_what_was_published_removes_nothing_elsewhere(tmp_path, precio
     assert precious.exists()
 
 
+def test_nothing_of_others_is_published_over(tmp_path, monkeypatch):
+    """An interrupted `push` goes on; one into a repository of somebody else leaves its README as it is."""
+    export, mine = tmp_path / "export", tmp_path / "mine"
+    for folder, text in ((export, "a model"), (mine, "my repository")):
+        folder.mkdir()
+        (folder / "README.md").write_text(text)
+    files = {"README.md": export / "README.md", "config.json": export / "config.json"}
+    with pytest.raises(
+        UserError, match=r"README\.md would be written over, and nothing was published there before"
+    ):
+        to_store({"README.md": files["README.md"]}, str(mine))
+    assert [path.read_text() for path in mine.iterdir()] == ["my repository"]
+    place = tmp_path / "place"
+    files["config.json"].write_text("{}")
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            RemoteRun, "write_file", lambda *_: (_ for _ in ()).throw(UserError("the network is gone"))
+        )
+        with pytest.raises(UserError, match="the network is gone"):
+            to_store(files, str(place))
+    (place / "README.md").write_text("half")
+    to_store(files, str(place))
+    assert sorted(path.name for path in place.iterdir()) == sorted([*files, LIST])
+    assert (place / "README.md").read_text() == "a model"
+
+
 @pytest.mark.parametrize("row", ["{}", '{"step": 1, "to_step": 0, "samples": [1]}', '{"step": "x"}'])
 def test_a_damaged_journal_is_one_line(tmp_path, row):
     """It decides which samples a step has, so that nothing of it is left out in silence."""

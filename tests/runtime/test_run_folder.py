@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.checkpoints.folders import DiskPlace, refuse_foreign_files
-from pretraining.checkpoints.format import MARKER, Start, read_marker
+from pretraining.checkpoints.folders import ON_ITS_WAY, refuse_foreign_files
+from pretraining.checkpoints.format import Start, read_marker
 from pretraining.checkpoints.resume import start_text
 from pretraining.errors import UserError
 from pretraining.evaluation import __main__ as evaluation
@@ -180,23 +180,29 @@ def test_a_folder_of_other_files_is_refused_and_stays_as_it_is(workshop, tmp_pat
 
 
 def test_files_beside_those_of_a_run_are_no_matter(tmp_path):
-    """A run may begin beside notes; it goes on over its own files; a fetch that was killed has left its folder."""
-    run, stored = RunFolder(tmp_path / "runs/small"), DiskPlace(tmp_path / "store")
-    for name in ("notes.txt", "checkpoint-8-good/x", "checkpoint-4/half", "weights-2.partial/x"):
+    """A run may begin beside notes, and goes on over what a start of its own has left before its recipe was written."""
+    run = RunFolder(tmp_path / "small")
+    for name in (
+        "notes.txt",
+        "checkpoint-8-good/x",
+        f"checkpoint-4/{ON_ITS_WAY}",
+        "checkpoint-4/half",
+        "weights-x/y",
+    ):
         file = run.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
-    (tmp_path / "store/checkpoint-4").mkdir(parents=True)
-    (tmp_path / "store/checkpoint-4" / MARKER).write_text("{}")
-    refuse_foreign_files(run, stored)
-    with pytest.raises(UserError, match="checkpoint-4 would be written over"):
-        refuse_foreign_files(run, None)
+    run.checkpoint(6).mkdir()
+    refuse_foreign_files(run)
     run.report.write_text("")
-    run.metrics.write_text("")
-    with pytest.raises(UserError, match=r"metrics\.jsonl and 1 more would be written over"):
-        refuse_foreign_files(run, stored)
-    run.recipe.write_text("{}")
-    refuse_foreign_files(run, None)
+    run.weights(2).mkdir()
+    with pytest.raises(UserError, match=r"report\.html and 1 more would be written over"):
+        refuse_foreign_files(run)
+    run.add_event("upload_unreachable")
+    refuse_foreign_files(run)
+    run.export.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="export: is a link or a file where the run makes a folder"):
+        refuse_foreign_files(run)
 
 
 def test_what_transformers_refuses_is_one_line_and_leaves_nothing(workshop, tmp_path):
