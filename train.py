@@ -157,12 +157,13 @@ def finish(
     job: "Job", plan: RunPlan, trainer: "PretrainingTrainer", checkpoints: "CheckpointManager"
 ) -> None:
     """Measure the trained model once more, export it, and write down how the run went."""
-    from pretraining.checkpoints.export import export_model, write_model_card
+    from pretraining.checkpoints.export import export_model, keep_changed_export, write_model_card
 
     recipe, data, run = job.recipe, job.data, job.run
     results = trainer.closing_results()
     environment = checkpoints.identity.environment
     card = write_model_card(recipe.to_dict(), data.latest().manifest, results, environment)
+    from_rank_0(lambda: keep_changed_export(run))
     export_model(trainer, data.tokenizer, run.export, card)
     checkpoints.wait_for_upload()
     peak_bytes = job.monitors.memory.of_fullest_rank()

@@ -195,13 +195,13 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
         is_last = after == len(events)
         if attempt.end == "running" and state != "running":
             attempt.end = "silent" if state == "silent" else "crash"
-        reached = max(record.event_steps[first:after])
-        if is_last and len(record.steps):
-            reached = max(reached, float(record.steps[-1]))
+        next_start = float("inf") if is_last else attempt.held_until
+        own_rows = zip(record.metrics.times, record.steps, strict=False)
+        own_steps = [float(step) for when, step in own_rows if attempt.began <= when < next_start]
+        reached = max([*record.event_steps[first:after], *own_steps])
         attempt.from_step, attempt.to_step = int(record.event_steps[first]), int(reached)
         if attempt.end not in ("finished", "stopped"):
             # its last sign of life; the next start is an event too
-            next_start = float("inf") if is_last else attempt.held_until
             of_attempt = (each for each in signs if attempt.began <= each < next_start)
             attempt.ended = max(of_attempt, default=attempt.began)
     return found

@@ -195,7 +195,7 @@ def _check_alone(value: Any, schema: dict, where: str, key: str, root: dict) -> 
     if isinstance(value, str) and len(value.strip()) < schema.get("minLength", 0):
         raise problem(where, key, "is empty; write a name, or leave it out")
     if isinstance(value, str) and "pattern" in schema and not re.fullmatch(schema["pattern"], value):
-        raise problem(where, key, f"is {_in_brief(value)}, which does not fit {schema['pattern']}")
+        raise problem(where, key, f"is {in_brief(value)}, which does not fit {schema['pattern']}")
     if isinstance(value, list) and len(value) < schema.get("minItems", 0):
         raise problem(where, key, f"must have at least {schema['minItems']} entry")
     for name, (words, holds) in BOUNDS.items():
@@ -418,7 +418,7 @@ class Difference(NamedTuple):
     here: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_in_brief(self.there)} there, {_in_brief(self.here)} here"
+        return f"{self.key}: {in_brief(self.there)} there, {in_brief(self.here)} here"
 
 
 def differences(there: Any, here: Any, key: str = "") -> list[Difference]:
@@ -438,7 +438,8 @@ def listed(texts: Sequence, between: str = "; ") -> str:
     return between.join(map(str, texts[:3])) + more
 
 
-def _in_brief(value: Any) -> str:
+def in_brief(value: Any) -> str:
+    """Write a value as JSON, 80 characters of it at most."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

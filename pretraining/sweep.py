@@ -15,12 +15,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretraining.api import REASONS, CommandFailed, checked_run, run, words_of
+from pretraining.checkpoints.folders import refuse_foreign_files
 from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
 from pretraining.errors import UserError, one_line_errors
 from pretraining.outside.files import read_json_value
@@ -71,6 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     points = points_of(options, recipe, folder)
     if (folder / "report.html").exists() and not (folder / JOBS).exists():
         raise UserError(f"{folder}: its report.html is of no sweep; choose another --output_dir")
+    for point in points:
+        refuse_foreign_files(RunFolder(point.folder))
     jobs, failures, code = known_jobs(folder), {}, FINISHED
     if not options.show:
         if options.slurm is not None:
@@ -273,6 +276,12 @@ def as_text(answer: dict) -> str:
     text = [aligned([header, *lines], left=len(keys) + 2)]
     if answer["best"]:
         text.append(f"* best by {metric}: {answer['best']}")
+    best = next((row["settings"] for row in rows if row["folder"] == answer["best"]), {})
+    for key, value in best.items():
+        tried = {row["settings"][key] for row in rows}
+        with suppress(ValueError):  # texts have no order
+            if len(tried) > 2 and float(value) in (min(map(float, tried)), max(map(float, tried))):
+                text.append(f"{key}={value} is the last value that was tried: a better one may lie beyond")
     if answer["report"]:
         text.append(f"report: {answer['report']}")
     return "\n".join(text)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.initialization import no_init_weights
 from transformers.trainer import TRAINER_STATE_NAME
 
-from pretraining.checkpoints.folders import damage, files_in
+from pretraining.checkpoints.folders import damage, files_in, move_aside
 from pretraining.checkpoints.format import MARKER, commit_checkpoint, file_entry, read_marker, write_receipt
 from pretraining.checkpoints.live_state import live_state
 from pretraining.checkpoints.shard_files import (
@@ -57,6 +57,13 @@ def export_model(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: P
             state_dict = {name: tensor.clone() for name, tensor in state_dict.items() if name not in split}
         state_dict |= split
     write_model_folder(trainer.model, state_dict, tokenizer, folder, model_card)
+
+
+def keep_changed_export(run: RunFolder) -> None:
+    """Move an export to `aside/` if somebody has changed or added files since the run wrote it; the next one is new."""
+    written = (run.last_event("end") or {}).get("export")
+    if written and run.export.is_dir() and run.export_sizes() != written:
+        print(f"{run.export} has changed since it was written: it is kept as {move_aside(run, run.export)}")
 
 
 def export_checkpoint(

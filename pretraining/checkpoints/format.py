@@ -311,4 +311,5 @@ def described_data(recipe: Recipe, manifest: dict) -> dict:
         for name, split in manifest["splits"].items()
     }
     named = {key: manifest[key] for key in ("fingerprint", "origin") if key in manifest}
-    return {"name": recipe.data.name, **named, "splits": splits}
+    tokenizer = {"tokenizer": manifest["tokenizer"]["fingerprint"]} if "tokenizer" in manifest else {}
+    return {"name": recipe.data.name, **named, **tokenizer, "splits": splits}

@@ -9,7 +9,8 @@ each rank reads the slices that it needs, for any number of ranks and any stage 
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,9 @@ from pretraining.runtime.run_folder import RunFolder, describe_environment, is_v
 from pretraining.upstream.deepspeed import whole_shape
 from pretraining.upstream.torch import rates_now, set_rates
 from pretraining.upstream.transformers import OpenTrainer, is_persistent
+
+NOTABLE_RISE = 1.1
+"""Of the learning rate at a start, beside that of the checkpoint."""
 
 
 class CheckpointManager(TrainerCallback):
@@ -134,6 +138,7 @@ class CheckpointManager(TrainerCallback):
                 buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
         reader.close()
         set_schedule(trainer.lr_scheduler, reader.state["schedule"])
+        self._tell_rise(reader.state["schedule"]["rates"], schedule_state(trainer.lr_scheduler)["rates"])
         state, validation = trainer.state, self.start.validation
         if validation and not is_validated(state.global_step, state.log_history):
             # saved before its validation: what that changed is done now
@@ -149,6 +154,17 @@ class CheckpointManager(TrainerCallback):
             vars(scaler).update({key: value for key, value in saved.items() if key in vars(scaler)})
         if trainer.is_deepspeed_enabled:
             trainer.model_wrapped.skipped_steps = reader.state["skipped_steps"]
+
+    def _tell_rise(self, earlier: Sequence[float], rates: Sequence[float]) -> None:
+        """Say if the rate rises at this start, as that of a run whose decay is over if its budget is longer now."""
+        before, now = max(earlier, default=0.0), max(rates, default=0.0)
+        if dist.get_rank() == 0 and now > NOTABLE_RISE * before:
+            self.run.add_event("rate_rises", step=self.start.step, earlier=before, now=now)
+            line = f"the learning rate rises from {before:g} to {now:g} at this start: its schedule is another one now"
+            remedy = (
+                "to train on after a decay, branch off before it (python -m pretraining.checkpoints branch)"
+            )
+            print(f"{line}; {remedy}", file=sys.stderr, flush=True)
 
     def load_position(self, trainer: OpenTrainer, folder: Path) -> None:
         """Set the random generators and the running loss, after the Trainer's loop has reset its own counters."""

@@ -59,9 +59,10 @@ from pretraining.runtime.lock import move_lock
 from pretraining.runtime.process_group import from_rank, from_rank_0, gather_from_ranks, own_rank, together
 from pretraining.runtime.processes import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import STARTS, RunFolder
-from pretraining.schema import check, differences, display_path, listed
+from pretraining.schema import check, differences, display_path, in_brief, listed
 
 _MEETING = ".nodes"  # file of the store by which every node shows that it reads what rank 0 writes
+TOKENIZER = "data.tokenizer"
 STEP_SIZES = (STEP_SIZE, RAMP)  # keys that say how many tokens a step has
 
 
@@ -164,6 +165,14 @@ def changes_since(
     # A start may have been killed before it saved, so that the checkpoint does not know what it had accepted.
     recorded = [(each["key"], each["to"]) for each in accepted]
     new = [change for change in changes if (change.key, change.now) not in recorded]
+    # a changed source may have another vocabulary, which trains the weights on other ids without a word
+    tokenizers = Change(TOKENIZER, data.get("tokenizer"), data_now.get("tokenizer"))
+    known = tokenizers.earlier in (None, tokenizers.now) or (TOKENIZER, tokenizers.now) in recorded
+    if not known and not tokenizers.is_allowed(allowed):
+        what = f"was trained with another tokenizer ({tokenizers.earlier}, and {data_now['name']} has {tokenizers.now})"
+        remedy = f"prepare the data with the run's own, which its folder has (--set {TOKENIZER}=RUN/model)"
+        raise UserError(f"{checkpoint}: {what}; {remedy}, or accept it with --allow_change {TOKENIZER}")
+    changes += [] if known or any(change.key == TOKENIZER for change in changes) else [tokenizers]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
     return changes
 
@@ -232,6 +241,9 @@ def begin_run(
             table = data.mixture.table(identity.recipe.num_samples)
             write_json(run.mixture, table)
             print(format_table(table))
+            changed = [each["step"] for each in recorded_changes(run) if each["key"].startswith("data.")]
+            if changed:
+                print(f"mixed so from step {max(changed):,} on; the table is that of a run of nothing else")
         cuts = dataset.cut_shares()
         if cuts is not None:
             print(cuts_text(cuts))
@@ -294,8 +306,8 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
             continue
         effect = _effect_on_rate(change, recipe, start)
         run.add_event("change_accepted", **change, **({"effect": effect} if effect else {}))
-        words = f"accepted: {change['key']} is {change['to']!r} from step {change['step']:,} on"
-        print(f"{words}, and was {change['from']!r}{'; ' if effect else ''}{effect}", flush=True)
+        words = f"accepted: {change['key']} is {in_brief(change['to'])} from step {change['step']:,} on"
+        print(f"{words}, and was {in_brief(change['from'])}{'; ' if effect else ''}{effect}", flush=True)
     if start.changes or known:
         write_json(run.changes, list(start.changes))
 

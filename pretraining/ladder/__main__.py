@@ -49,6 +49,7 @@ EXAMPLES = """examples:
 
 The same command skips what is finished and goes on with the rest.
 exit codes: 0 fitted, planned or submitted, 2 a run failed or the points cannot be fitted, 75 stopped on request"""
+PAGE = "ladder.html"
 SEEN = 10
 """Tokens of an answer over those of the longest run, up to which nothing is said."""
 COSTS = (
@@ -88,6 +89,10 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
             return FINISHED, folder
         check_begun(rungs)
+        if (folder / PAGE).exists() and not (folder / FILE).exists():
+            raise UserError(f"{folder}: its {PAGE} is of no ladder; choose another --output_dir")
+        if (folder / FILE).exists():
+            read_ladder(str(folder.absolute()))
         for member in members:
             member.write()
         if options.commands:
@@ -122,7 +127,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
             answer["notes"].append(f"--{name}: has {times:,.0f} times the tokens of the longest run: {what}")
     if not options.show:
         page = page_text(answers.ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
-        write_page(folder / "ladder.html", page)
+        write_page(folder / PAGE, page)
     text = json.dumps(answer, indent=2) if options.json else answers.as_text(answer, ladder.values)
     print(text, flush=True)
     if failures:

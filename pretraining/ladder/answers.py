@@ -32,6 +32,8 @@ POINTS = 40
 """Of a line of the page."""
 SHOWN = 1000.0
 """Times of the recipe's size up to which a size is an answer; the law of points that show nothing has others."""
+UNKNOWN = 2.0
+"""Times of a loss at which its interval ends, from which on it is not known."""
 SURE = 0.95
 """Share of the draws that must name the same winner."""
 TEXT = ("data.validation", "data.validation_share", "data.sources", "data.filters", "data.dedup")
@@ -156,7 +158,14 @@ def best_size(
         parameters, tokens = matmul_parameters(recipe), budget / cost
         expected = ladder.fits[DECAYED].at(parameters, tokens)
         rows.append({"width": width, "parameters": parameters, "tokens": tokens, **expected._asdict()})
-    best = min(rows, key=lambda row: row["loss"])
+    # a law that the points do not carry has intervals without an end
+    known = [row for row in rows if row["high"] < UNKNOWN * row["loss"]]
+    if not known:
+        option = "--dollars" if gpu else "--flops"
+        raise UserError(
+            f"{option}: the points do not show the loss at such a budget; add --sizes or --points"
+        )
+    best = min(known, key=lambda row: row["loss"])
     return best | {"at_the_end": best in (rows[0], rows[-1])}
 
 

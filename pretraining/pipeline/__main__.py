@@ -55,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         place = display_path(pipeline.run.path)
         remedy = f"wait for its end, or stop it with touch {place}/STOP and type this command again"
         raise UserError(f"{place} is being trained ({holder}): {remedy}")
-    refuse_foreign_files(pipeline.run)
+    if not options.show:
+        refuse_foreign_files(pipeline.run)
     names = NAMES[: NAMES.index(options.until) + 1] if options.until else NAMES
     names = tuple(name for name in names if name not in options.skip)
     rows: list[dict] = []

@@ -248,7 +248,7 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
             remedy = "--set training.lr_scheduler_type=constant_with_warmup, or --set training.warmup_steps=0"
             yield Objection(what, remedy)
     elif given >= steps or given < needed:
-        short = "is short for this size: the optimizer's running means are not settled"
+        short = "is short for this run: the optimizer's running means are not settled"
         what = f"warm-up of {given} steps {short}"
         if given >= steps:
             what = f"the warm-up takes {given:,} of {steps:,} steps: the rate rises until the end"

@@ -198,7 +198,9 @@ def _read(path: Path, changed_ns: int, size: int) -> Ladder:
         values = check(read_json_value(path), _SHAPE, str(path))
         curve_parts(values["recipe"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); type the ladder's command again") from None
+        raise UserError(
+            f"{path}: is no ladder ({error}); move it away and type the ladder's command again"
+        ) from None
     return Ladder(path, values, {name: LossFit.of(fit) for name, fit in values["fits"].items()})
 
 

@@ -161,7 +161,8 @@ def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path | 
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         found = f"{place} holds a {what} of another recipe: {refused[0]}{more}"
         remedy = "give this one its own folder with --output_dir, start over with --resume never, or"
-        raise UserError(f"{found}; {remedy} accept the change with --allow_change {refused[0].key}")
+        keys = " ".join(f"--allow_change {change.key}" for change in refused[:4])
+        raise UserError(f"{found}; {remedy} accept what changes with {keys}")
 
 
 def check_allowed(key: str) -> str:

@@ -150,7 +150,7 @@ def recipe_of(
     recipe.check(where)
     refuse_credentials(values, where)
     place_keys((*SECTIONS, *KEYWORDS), where)
-    notes += recipe.budget.rounded(values["budget"]) + recipe.optimizer.unread()
+    notes += recipe.budget.rounded(values["budget"]) + recipe.optimizer.unread() + recipe.training.unread()
     return replace(recipe, notes=tuple(f"{display_path(path)}: {note}" for note in notes))
 
 

@@ -232,6 +232,13 @@ class Training(dict):
     dataloader_num_workers: int = Keyword(0)
     dataloader_prefetch_factor: int | None = Keyword()
 
+    def unread(self) -> list[str]:
+        """Say if validations have a cadence and are switched off, as they are by default."""
+        if "eval_steps" not in self or self.eval_strategy != "no":
+            return []
+        what = "is set, and training.eval_strategy is no: the run is validated at its end alone"
+        return [f"training.eval_steps: {what}; --set training.eval_strategy=steps"]
+
     def in_steps(self, budget: Budget) -> "Training":
         """With what the budget says of the schedule in tokens, in full steps."""
         # a copy: the recipe itself stays as it was written

@@ -127,7 +127,9 @@ class Rehearsal:
         """Do every part, and print a line for each."""
         kind = f", {self.gpu.name}" if self.gpu else ""
         nodes = several(self.nodes, "node")
-        self._print(f"rehearsal of {self.recipe.name} on {self.world_size:,} ranks of {nodes}{kind}\n")
+        self._print(
+            f"rehearsal of {self.recipe.name} on {several(self.world_size, 'rank')} of {nodes}{kind}\n"
+        )
         self._do("plan", self._plan)
         self._do("run folder", self._run_folder)
         self._do("store", self._store)
@@ -300,7 +302,7 @@ class Rehearsal:
         # forked: a rank begins with what this process has imported
         context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
         shown = ", ".join(f"{each:,}" for each in ranks)
-        said = f"{shown}, {at_once} at a time: two starts each, which take minutes"
+        said = f"numbers {shown}; {at_once} at a time, two starts of each, which may take minutes"
         self._print(f"{'ranks':<12} {said}", timed=True)
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 

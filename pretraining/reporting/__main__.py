@@ -133,7 +133,10 @@ def _output(options: argparse.Namespace, name: str) -> Path:
         raise UserError(f"{missing[0]}: no such folder, and no command; --help lists both")
     if options.output is None and len(options.runs) > 1:
         raise UserError("several runs in one file: say where it goes with --output FILE")
-    return options.output or options.runs[0] / name
+    output = options.output or options.runs[0] / name
+    if output.exists() and output.suffix not in (".html", ".csv"):
+        raise UserError(f"--output {output}: is there, and no page or table; choose another name")
+    return output
 
 
 if __name__ == "__main__":

@@ -115,11 +115,13 @@ class RunFolder:
         end = self.last_event(*STARTS, "end") or {}
         if not same or "eval_loss" not in end:
             return False
-        # every file of the export that its run wrote, in full size; other files may have come since
-        sizes = self._export_sizes() if self.export.is_dir() else {}
+        # every file of the export that its run wrote, in full size; others may have come since, and the card is edited
+        sizes = self.export_sizes() if self.export.is_dir() else {}
         # without "export", the configuration alone is looked for
         written = end.get("export", {"config.json": sizes.get("config.json")})
-        return bool(sizes) and all(sizes.get(name) == size for name, size in written.items())
+        return bool(sizes) and all(
+            sizes.get(name) == written[name] for name in written if name != "README.md"
+        )
 
     def last_event(self, *kinds: str) -> dict | None:
         return next((row for row in reversed(read_events(self.events)) if row.get("event") in kinds), None)
@@ -131,11 +133,12 @@ class RunFolder:
 
     def add_end(self, results: dict) -> None:
         """Add the event of a finished run: its results, and the export's files with their sizes."""
-        self.add_event("end", **results, export=self._export_sizes())
+        self.add_event("end", **results, export=self.export_sizes())
         # one that came too late would stop the next run of this folder after its first step
         self.stop_file.unlink(missing_ok=True)
 
-    def _export_sizes(self) -> dict[str, int]:
+    def export_sizes(self) -> dict[str, int]:
+        """Return {file: bytes} of the export."""
         return {path.name: path.stat().st_size for path in sorted(self.export.iterdir())}
 
     def add_event(self, kind: str, **details: Any) -> None:

@@ -80,7 +80,8 @@ class StopRequests:
         final = asked and not (self._agreed > A_SIGNAL and starts_again_after_a_signal())
         if self.run.disks.is_first:
             self.run.stop_file.unlink(missing_ok=True)
-            details = launch_details() if asked else {"asked": False}
+            unasked = {"asked": False} if supervisor_file("STOP") else {}  # which starts it again
+            details = launch_details() if asked else unasked
             self.run.add_event("stopped", step=step, reason=self.reason, **details)
         if os.environ.get("RANK", "0") == "0":
             why = self.reason

@@ -237,6 +237,21 @@ def test_what_no_key_names_is_compared_too(run):
         accepted(run, "model.n_layer=5", allowed=["model"])
 
 
+def test_other_data_with_another_vocabulary_needs_a_word_of_its_own(tmp_path):
+    """Two sources that each train a tokenizer of one size: the ids of one are nothing to the weights of the other."""
+    ours, theirs = ({**MANIFEST, "tokenizer": {"fingerprint": name}} for name in ("ours", "theirs"))
+    run, other = RunFolder(tmp_path / "run"), "data.sources.0.weight=0.7"
+    save(run, 12, identity=replace(identity_of(), manifest=ours))
+    assert accepted(run, other, allowed=["data.sources"], manifest=ours) == ["data.sources"]
+    said = r"trained with another tokenizer \(ours, and .* has theirs\); .*--allow_change data\.tokenizer"
+    with pytest.raises(UserError, match=said):
+        accepted(run, other, allowed=["data.sources"], manifest=theirs)
+    allowed = ["data.sources", "data.tokenizer"]
+    assert accepted(run, other, allowed=allowed, manifest=theirs) == allowed
+    write_json(run.changes, [{"step": 12, "key": "data.tokenizer", "from": "ours", "to": "theirs"}])
+    assert accepted(run, other, allowed=["data.sources"], manifest=theirs) == ["data.sources"]
+
+
 LARGER, BY_TOKENS = "budget.tokens_per_step=4096", ("budget.warmup_tokens=102400", "training.warmup_steps=0")
 FLAT = ("training.lr_scheduler_type=constant", "training.lr_scheduler_kwargs={}", "training.warmup_steps=0")
 DECAYING = (
@@ -273,7 +288,10 @@ def test_an_accepted_change_of_the_step_says_what_becomes_of_the_rate(run, name,
     for _ in range(2):  # what an earlier start accepted is not said again
         record_changes(run, start, recipe)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"accepted: {key} is {json.loads(value)} from step 12 on, and was {earlier}")
+    said = (
+        f"accepted: {key} is {json.dumps(json.loads(value))} from step 12 on, and was {json.dumps(earlier)}"
+    )
+    assert line.startswith(said)
     (event,) = [row for row in read_rows(run.events) if row["event"] == "change_accepted"]
     assert ("learning rate" in line) == bool(words) == ("effect" in event)
     assert words in line and event.get("effect", "") in line

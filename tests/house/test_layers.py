@@ -25,7 +25,7 @@ DRIVERS = {
     "api": set(),
     "train": set(),
     "meeting_point": set(),
-    "sweep": {"api", "reporting"},
+    "sweep": {"api", "checkpoints", "reporting"},
     "ladder": {"api", "checkpoints", "reporting", "sweep"},
     "postmortem": {"checkpoints", "reporting"},
     "reporting/__main__": {"checkpoints"},

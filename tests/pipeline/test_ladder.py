@@ -454,6 +454,11 @@ def test_points_that_show_nothing_of_the_size_name_no_size(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["optimum"] is None
     with pytest.raises(UserError, match="--serve: the points do not show what size and tokens bring"):
         main([*command, "--serve", "1m"])
+    for draw in values["fits"][DECAYED]["draws"]:
+        draw["A"] = 1e9
+    write_json(tmp_path / FILE, values)
+    with pytest.raises(UserError, match="--flops: the points do not show the loss at such a budget"):
+        main([*command, "--flops", "1e13"])
 
 
 def test_a_recipe_that_is_not_the_ladders_is_told(tmp_path, capsys):

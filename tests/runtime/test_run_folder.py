@@ -235,6 +235,21 @@ def test_a_spoilt_export_is_told_and_made_again(workshop, tmp_path):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+def test_an_export_that_somebody_has_changed_is_kept(workshop, tmp_path):
+    """An edited card is no reason to export again; where that has one, notes and card are kept beside it."""
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(workshop.plain().folder, run.path)
+    for name in ("README.md", "notes.md"):
+        (run.export / name).write_text("mine")
+    before = contents(run.path)
+    assert execute(workshop.command(run.path, *PLAIN)).code == 0 and contents(run.path) == before
+    (run.export / "model.safetensors").write_text("spoilt")
+    assert "has changed since it was written" in completed(workshop.command(run.path, *PLAIN)).stdout
+    (kept,) = run.aside.glob("export.*")
+    assert (kept / "notes.md").read_text() == (kept / "README.md").read_text() == "mine"
+    assert not (run.export / "notes.md").exists() and "mine" not in (run.export / "README.md").read_text()
+
+
 def test_files_of_a_run_follow_the_umask(workshop):
     """safetensors makes its files 0600; a group that may read the folder reads the weights too."""
     umask = os.umask(0o077)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import Budget
 from pretraining.training.arguments import build_arguments
 from pretraining.training.optimizers import follow_run
+from tests.gear.runs import Run, completed
 from tests.training.test_batch_ramp import RAMPED
 from tests.training.test_curve import column
 
@@ -157,6 +159,26 @@ ROUNDED = {
         "budget.warmup_tokens: 0.01 is read as 20,480, 10 steps",
     ),
 }
+
+
+def test_a_rate_that_rises_at_a_start_is_told(workshop, tmp_path):
+    """A run whose rate has fallen and whose budget is longer now: the schedule is back where its rate was high."""
+    output = tmp_path / "run"
+    shutil.copytree(workshop.plain().folder, output, ignore=shutil.ignore_patterns("export"))
+    longer, more = ("budget.tokens=10240",), ["--allow_change", "budget.tokens"]
+    finished = completed(workshop.command(output, "null", 1, "plain", longer, more))
+    assert "the learning rate rises from" in finished.stderr and "branch" in finished.stderr
+    (event,) = [event for event in Run(output).events if event["event"] == "rate_rises"]
+    assert event["step"] == 10 and event["now"] > 1.1 * event["earlier"]
+
+
+def test_a_cadence_of_validations_that_are_off_is_said_to_do_nothing():
+    """transformers' default is to validate at the end alone, whatever the cadence."""
+    settings = ["training.eval_strategy=no", "training.eval_steps=25"]
+    assert any(
+        "training.eval_strategy is no" in note for note in load_recipe("features/gpt2", settings).notes
+    )
+    assert not load_recipe("features/gpt2", settings[1:]).notes
 
 
 def test_keys_of_muon_without_muon_are_said_to_do_nothing():

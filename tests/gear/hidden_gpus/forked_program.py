@@ -42,7 +42,8 @@ def run(pipe: str, words: list[str]) -> None:
     (logs / "request").write_text(json.dumps(request))
     with Path(pipe).open("w") as server:
         server.write(f"{logs}\n")
-    while not (logs / "ranks").exists():
+    # written by two processes, in any order: an error here would let this interpreter run the program a second time
+    while not ((logs / "ranks").exists() and (logs / "pid").exists()):
         time.sleep(0.005)
     process = int((logs / "ranks").read_text())
     for number in FORWARDED:
