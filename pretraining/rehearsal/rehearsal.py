@@ -302,7 +302,7 @@ class Rehearsal:
         # forked: a rank begins with what this process has imported
         context, at_once = multiprocessing.get_context("fork"), max(1, min(AT_ONCE, int(cores())))
         shown = ", ".join(f"{each:,}" for each in ranks)
-        said = f"numbers {shown}; {at_once} at a time, two starts of each, which may take minutes"
+        said = f"{shown}, {at_once} of them at a time: two starts each, which may take minutes"
         self._print(f"{'ranks':<12} {said}", timed=True)
         from pretraining.rehearsal import rank as rehearsed  # the libraries, once for all ranks
 

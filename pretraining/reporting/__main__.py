@@ -134,7 +134,7 @@ def _output(options: argparse.Namespace, name: str) -> Path:
     if options.output is None and len(options.runs) > 1:
         raise UserError("several runs in one file: say where it goes with --output FILE")
     output = options.output or options.runs[0] / name
-    if output.exists() and output.suffix not in (".html", ".csv"):
+    if output.exists() and output.suffix not in (".html", ".csv", ""):
         raise UserError(f"--output {output}: is there, and no page or table; choose another name")
     return output
 

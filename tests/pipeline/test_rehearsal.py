@@ -207,7 +207,8 @@ def test_a_run_folder_that_cannot_be_written_or_holds_another_run_is_named(works
     shutil.copytree(workshop.run("zero2").dir.path, tmp_path / "run")
     with pytest.raises(UserError, match=r"^run folder: .*--allow_change"):
         rehearsed(workshop, tmp_path)
-    (tmp_path / "run" / "recipe.json").unlink()
+    for name in ("recipe.json", "events.jsonl"):
+        (tmp_path / "run" / name).unlink()
     with pytest.raises(UserError, match=r"^run folder: .*would be written over"):
         rehearsed(workshop, tmp_path)
 
