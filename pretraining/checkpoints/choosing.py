@@ -327,8 +327,9 @@ class _Chooser:
                     sync_to_disk(path)
             is_here = _marker_here(folder) == candidate.marker
             if not is_here:
-                (folder / ON_ITS_WAY).unlink(missing_ok=True)
                 place_marker(folder, candidate.marker)
+            # after the marker: a kill in between leaves a checkpoint that is known for ours
+            (folder / ON_ITS_WAY).unlink(missing_ok=True)
             return not is_here
 
         added = any(disks.each(finish).values())

@@ -78,10 +78,11 @@ def remove_checkpoint(folder: Path) -> None:
     if folder.is_symlink() or folder.is_file():
         # what it names is not in this folder, and stays
         folder.unlink()
-        return flush_folder(folder.parent)
+        flush_folder(folder.parent)
+        return
     (folder / MARKER).unlink(missing_ok=True)
     flush_folder(folder)  # the disk, too, must lose the marker before it loses the first file
-    return shutil.rmtree(folder)
+    shutil.rmtree(folder)
 
 
 def refuse_foreign_files(run: RunFolder) -> None:
@@ -103,9 +104,7 @@ def refuse_foreign_files(run: RunFolder) -> None:
         found += [*filter(_is_foreign, checkpoint_folders(run))]
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            what = (
-                f"{found[0].name}{more} would be written over, and no run has left its {run.recipe.name} here"
-            )
+            what = f"{found[0].name}{more} would be written over, and no run has left its recipe.json here"
             raise UserError(f"{run.path}: {what}; choose another --output_dir, or move what is here away")
 
     together(lambda: look() if run.disks.is_first else None)
@@ -293,9 +292,8 @@ def catalogue(run: RunFolder) -> list[dict]:
     entries = [entry(each) for each in checkpoint_folders(run)]
     entries += [entry(each, WEIGHTS_ONLY) for each in checkpoint_folders(run, "weights")]
     entries.sort(key=lambda each: (-each["step"], each["folder"]))
-    return entries + [
-        entry(each, "set aside") for each in sorted(run.aside.glob("*-*")) if _ASIDE.match(each.name)
-    ]
+    aside = sorted(each for each in run.aside.glob("*-*") if _ASIDE.match(each.name))
+    return entries + [entry(each, "set aside") for each in aside]
 
 
 def entry_of(name: str, step: int, found: Health, changed: float | None = None) -> dict:

@@ -2,9 +2,10 @@
 
 The order of a save: this rank's share of the Trainer's state is gathered (`rank_share`), copied and written in the
 background (background.py), and committed (format.py). Then old checkpoints are removed (retention.py) and the new one
-is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py). Every rank saves
-its own fragments of the parameters and optimizer states. Rank 0 also saves what is the same on every rank. On loading,
-each rank reads the slices that it needs, for any number of ranks and any stage that saved them.
+is uploaded (upload.py). Loading reads the files (shard_files.py) into the live state (live_state.py).
+
+Every rank saves its own fragments of the parameters and optimizer states. Rank 0 also saves what is the same on every
+rank. On loading, each rank reads the slices that it needs, for any number of ranks and any stage that saved them.
 """
 
 import json
@@ -161,9 +162,7 @@ class CheckpointManager(TrainerCallback):
         if dist.get_rank() == 0 and now > NOTABLE_RISE * before:
             self.run.add_event("rate_rises", step=self.start.step, earlier=before, now=now)
             line = f"the learning rate rises from {before:g} to {now:g} at this start: its schedule is another one now"
-            remedy = (
-                "to train on after a decay, branch off before it (python -m pretraining.checkpoints branch)"
-            )
+            remedy = "to go on after a decay, branch off before it (python -m pretraining.checkpoints branch)"
             print(f"{line}; {remedy}", file=sys.stderr, flush=True)
 
     def load_position(self, trainer: OpenTrainer, folder: Path) -> None:

@@ -52,11 +52,11 @@ class Push:
         size = sum(path.stat().st_size for path in files.values())
         found = {"to": to, "files": len(files), "bytes": size, "names": sorted(files)}
         refuse_slips(to, "push")
-        if not is_remote(to) and os.path.lexists(to) and not Path(to).is_dir():
-            raise UserError(f"push: {to}: is no folder; choose another place")
         at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
         if at_hub:
             check_repo_id(to)
+        elif not is_remote(to) and os.path.lexists(to) and not Path(to).is_dir():
+            raise UserError(f"push: {to}: is no folder; choose another place")
         if options.dry_run:
             return {**found, "sent": [], "url": None}
         return found | (to_hub(files, to, options.private) if at_hub else to_store(files, to))

@@ -167,12 +167,14 @@ def changes_since(
     new = [change for change in changes if (change.key, change.now) not in recorded]
     # a changed source may have another vocabulary, which trains the weights on other ids without a word
     tokenizers = Change(TOKENIZER, data.get("tokenizer"), data_now.get("tokenizer"))
-    known = tokenizers.earlier in (None, tokenizers.now) or (TOKENIZER, tokenizers.now) in recorded
+    by_key = [change for change in changes if change.key == TOKENIZER]
+    known = tokenizers.earlier in (None, tokenizers.now)
+    known = known or any((TOKENIZER, each.now) in recorded for each in (*by_key, tokenizers))
     if not known and not tokenizers.is_allowed(allowed):
         what = f"was trained with another tokenizer ({tokenizers.earlier}, and {data_now['name']} has {tokenizers.now})"
         remedy = f"prepare the data with the run's own, which its folder has (--set {TOKENIZER}=RUN/model)"
         raise UserError(f"{checkpoint}: {what}; {remedy}, or accept it with --allow_change {TOKENIZER}")
-    changes += [] if known or any(change.key == TOKENIZER for change in changes) else [tokenizers]
+    changes += [] if known or by_key else [tokenizers]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
     return changes
 

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         return print(json.dumps(scores) if options.json else "\n".join(lines))
     if recipe is None:
         what = (
-            "no recipe.json beside it says what it was validated on; name its run with --of, or give --tasks"
+            "no recipe.json beside it says what it was validated on; name its run with --of, or use --tasks"
         )
         raise UserError(f"{export}: {what}")
     results = evaluate_run(export, recipe, options)
