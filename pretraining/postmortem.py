@@ -14,6 +14,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser
 from pretraining.errors import one_line_errors
@@ -191,17 +193,20 @@ def attempts_of(record: RunRecord, state: str) -> list[Attempt]:
     signs = [each.time for each in read_failures(record.run)]
     signs += [*record.metrics.times, *map(event_seconds, events)]
     spans = itertools.pairwise([*start_rows(events), len(events)])
+    times = np.array(record.metrics.times)
     for attempt, (first, after) in zip(found, spans, strict=True):
         is_last = after == len(events)
         if attempt.end == "running" and state != "running":
             attempt.end = "silent" if state == "silent" else "crash"
-        next_start = float("inf") if is_last else attempt.held_until
-        own_rows = zip(record.metrics.times, record.steps, strict=False)
-        own_steps = [float(step) for when, step in own_rows if attempt.began <= when < next_start]
-        reached = max([*record.event_steps[first:after], *own_steps])
+        # a row without a time is the last attempt's
+        is_own = ~(times < attempt.began)
+        if not is_last:
+            is_own = (times >= attempt.began) & (times < attempt.held_until)
+        reached = max(*record.event_steps[first:after], record.steps[is_own].max(initial=0))
         attempt.from_step, attempt.to_step = int(record.event_steps[first]), int(reached)
         if attempt.end not in ("finished", "stopped"):
             # its last sign of life; the next start is an event too
+            next_start = float("inf") if is_last else attempt.held_until
             of_attempt = (each for each in signs if attempt.began <= each < next_start)
             attempt.ended = max(of_attempt, default=attempt.began)
     return found

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, Start, read_marker
 from pretraining.errors import UserError
-from pretraining.extend import FOLDER
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
@@ -55,8 +54,8 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
         run = RunFolder(Path(unfinished) / output.name)
         # Both recipes are read from this file, so that the message for a wrong setting names it as in a recipe.
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
-        if (own := checkpoint.parent / FOLDER).is_dir():
-            shutil.copytree(own, run.path / FOLDER)
+        if (own := RunFolder(checkpoint.parent).extensions).is_dir():
+            shutil.copytree(own, run.extensions)
         earlier = load_recipe(str(run.recipe))
         changed = load_recipe(str(run.recipe), stage.settings, stage.deepspeed)
         recipe = _staged_recipe(earlier, changed, marker, stage, checkpoint)

@@ -367,7 +367,7 @@ class _Chooser:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ON_ITS_WAY).touch()
             for path in folder.iterdir():
-                if path.name not in (*files, ON_ITS_WAY) and path.is_file():
+                if path.name not in files and path.name != ON_ITS_WAY and path.is_file():
                     path.unlink()
         sizes = DiskPlace(self.run.path).sizes(candidate.name)
         faults = {name: size_fault(name, sizes.get(name), entry) for name, entry in files.items()}

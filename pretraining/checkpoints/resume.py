@@ -158,6 +158,11 @@ def changes_since(
         # A changed key of `data` explains the other tokens: one change is not listed twice.
         if data.get(key) != data_now.get(key) and not any(each.key.startswith("data.") for each in changes):
             changes.append(Change(DATA_FINGERPRINT, data["fingerprint"], data_now["fingerprint"]))
+        # but other ids are a change of their own: another source may have trained another vocabulary
+        tokenizers = Change(TOKENIZER, data.get("tokenizer"), data_now.get("tokenizer"))
+        has_others = tokenizers.earlier not in (None, tokenizers.now)
+        if has_others and not any(each.key == TOKENIZER for each in changes):
+            changes.append(tokenizers)
     # a marker that somebody else has written
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         what = f"{MARKER} holds no recipe and data of a run ({type(error).__name__})"
@@ -165,16 +170,10 @@ def changes_since(
     # A start may have been killed before it saved, so that the checkpoint does not know what it had accepted.
     recorded = [(each["key"], each["to"]) for each in accepted]
     new = [change for change in changes if (change.key, change.now) not in recorded]
-    # a changed source may have another vocabulary, which trains the weights on other ids without a word
-    tokenizers = Change(TOKENIZER, data.get("tokenizer"), data_now.get("tokenizer"))
-    by_key = [change for change in changes if change.key == TOKENIZER]
-    known = tokenizers.earlier in (None, tokenizers.now)
-    known = known or any((TOKENIZER, each.now) in recorded for each in (*by_key, tokenizers))
-    if not known and not tokenizers.is_allowed(allowed):
+    if has_others and any(each.key == TOKENIZER and not each.is_allowed(allowed) for each in new):
         what = f"was trained with another tokenizer ({tokenizers.earlier}, and {data_now['name']} has {tokenizers.now})"
         remedy = f"prepare the data with the run's own, which its folder has (--set {TOKENIZER}=RUN/model)"
         raise UserError(f"{checkpoint}: {what}; {remedy}, or accept it with --allow_change {TOKENIZER}")
-    changes += [] if known or by_key else [tokenizers]
     refuse_changes(new, allowed, checkpoint, "checkpoint")
     return changes
 
@@ -243,7 +242,7 @@ def begin_run(
             table = data.mixture.table(identity.recipe.num_samples)
             write_json(run.mixture, table)
             print(format_table(table))
-            changed = [each["step"] for each in recorded_changes(run) if each["key"].startswith("data.")]
+            changed = [each["step"] for each in start.changes if each["key"].startswith("data.")]
             if changed:
                 print(f"mixed so from step {max(changed):,} on; the table is that of a run of nothing else")
         cuts = dataset.cut_shares()

@@ -40,11 +40,12 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
     # An export that was given by its own path is in the folder of its run, unless another is named.
     run = RunFolder(options.run if (options.run / "recipe.json").exists() else export.parent)
-    if options.of and run.recipe.exists():
-        raise UserError(f"--of {options.of}: {export} is in the folder of its run; leave it out")
-    run = RunFolder(options.of) if options.of else run
-    if options.of and not run.recipe.exists():
-        raise UserError(f"--of {options.of}: no run folder (no {run.recipe.name} there)")
+    if options.of:
+        if run.recipe.exists():
+            raise UserError(f"--of {options.of}: {export} is in the folder of its run; leave it out")
+        run = RunFolder(options.of)
+        if not run.recipe.exists():
+            raise UserError(f"--of {options.of}: no run folder (no {run.recipe.name} there)")
     recipe = load_recipe(str(run.recipe)) if run.recipe.exists() else None
     if recipe is not None:
         kinds = [MODEL] if options.tasks or options.hellaswag else [MODEL, "metric"]

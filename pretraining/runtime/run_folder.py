@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from pretraining.extend import FOLDER
 from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.outside.masking import masked_in
 from pretraining.recipe.fixed_keys import curve_parts
@@ -53,7 +54,7 @@ class RunFolder:
         self.failures_folder = self.path / "failures"
         self.profile = self.path / "profile"
         self.model = self.path / "model"
-        self.extensions = self.path / "extensions"
+        self.extensions = self.path / FOLDER
         self.changes = self.path / "changes.json"
         self.aside = self.path / "aside"
         self.wandb_id = self.path / "wandb_id"
