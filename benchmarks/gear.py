@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -404,7 +405,7 @@ def short_recipe(name: str, values: dict, way: str | None, tokens_per_step: int,
 def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, steps: int, callback):
     """Return a Trainer ready to run `steps` steps on one block of zeros; joins the process group.
 
-    The recipe's own arguments, model, Trainer and ds_config; nothing is compiled.
+    The recipe's own arguments, model, Trainer and ds_config; nothing is compiled unless `speed.compile` names it.
     """
     import torch
 
@@ -419,7 +420,9 @@ def short_trainer(recipe, config: dict | None, folder: Path, accumulation: int, 
     join_ranks()
     arguments = build_arguments(recipe, config, folder, accumulation)
     groups = rank_groups(degrees_of(config))
-    built = build_model(recipe.model, TOKENIZER, arguments, weights=recipe.weights, groups=groups)
+    speed = replace(recipe.speed, compile=recipe.speed.compile.replace("auto", "none"))
+    weights = recipe.weights
+    built = build_model(recipe.model, TOKENIZER, arguments, speed=speed, weights=weights, groups=groups)
     block = torch.zeros(recipe.sequence_length, dtype=torch.long)
     return PretrainingTrainer(
         recipe,

@@ -47,6 +47,8 @@ _SPLIT = (*_MIXTURE[:5], "sent hidden", "sent choices")
 # a missing one counts as 0 (`throughput._layer_bytes`)
 _PASSES = {"forward?": NOT_NEGATIVE, "backward?": NOT_NEGATIVE}
 _ENGINE = dict.fromkeys(("micro-batch", "step", "step of its share"), NOT_NEGATIVE)
+_OF_PASS = dict.fromkeys(("step", "micro-batch", "layer"), NOT_NEGATIVE)
+_LAUNCH = {"eager": _OF_PASS, "compiled": _OF_PASS}
 _FIT = {"E": POSITIVE, "A": POSITIVE, "B": POSITIVE, "alpha": POSITIVE, "beta": POSITIVE, "source": TEXT}
 
 _OFFER = dict.fromkeys(("gpu", "provider", "place", "date", "source"), TEXT)
@@ -93,7 +95,7 @@ SHAPES: dict[str, Any] = {
             "gaps": _value(FRACTION),
         },
         "kernel_efficiency": _value(SHARE),
-        "launch_seconds_per_layer": _value(NOT_NEGATIVE),
+        "launch_seconds": _value(dict.fromkeys("0123", _LAUNCH)),
         **dict.fromkeys(("power_usage_effectiveness", "gpu_hours_between_failures"), _value(POSITIVE)),
         "disk_bytes_per_second": _value(POSITIVE),
     },

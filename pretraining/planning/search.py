@@ -44,7 +44,7 @@ NODE = 8
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTED = (0, 4, 2, 1)
 """One layer in so many is recomputed; 0: none is."""
-SAME = 1.02
+SAME = 1.05
 """Step times, or needs of memory, within this factor of each other count as equal: the prediction is not finer."""
 # ways shown without --top
 MOST = 6
@@ -134,10 +134,8 @@ def fitting(
         speed = 0 if slower <= SAME else slower
         # more room than ROOMY leaves is worth nothing
         crowded = 0 if used <= ROOMY else used
-        offloads, again, split, _ = _burdens(each)
-        stage = zero_stage(_config(each.deepspeed))
         # a larger micro-batch has larger kernels, which are faster than predicted
-        return (used > TIGHT, speed, crowded, offloads, again, split, stage, -each.micro_batch)
+        return (used > TIGHT, speed, crowded, *_burdens(each), -each.micro_batch, slower)
 
     return [replace(each, why=_reason(each, fastest, limit)) for each in sorted(fits, key=order)]
 
@@ -362,7 +360,7 @@ class FitVerb:
         number, shown = answer["fitting"], len(answer["ways"])
         fits = f"{several(number, 'way')} {'fits' if number == 1 else 'fit'}"
         if shown < number:
-            fits += f", {shown} worth a choice are shown; --all shows every one"
+            fits += f", {shown} worth a choice {'is' if shown == 1 else 'are'} shown; --all shows every one"
         scaling, saved = answer["scaling"], answer["checkpoints"]
         note = NOTE.format(same=SAME - 1, room=1 - ROOMY, tight=TIGHT)
         note += f" {several(scaling['nodes'], 'node')}: {scaling['assumption']}." if scaling else ""

@@ -460,8 +460,8 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
     flops, peak = setup.flops.training + again * setup.flops.recomputed, gpu.peak_flops(precision)
     rate = tokens_per_second(flops, setup.world_size, peak, used.mfu)
     compute, waiting, expected, day = recipe.tokens_per_step / rate, 0.0, None, None
-    # a compiled model launches fewer kernels; how many is not known
-    launches = accumulation * setup.size.num_layers if layer_mode(setup) == "eager" else 0
+    launch = table("rates")["launch_seconds"]["value"][str(setup.stage)][layer_mode(setup)]
+    launch_of_pass = launch["micro-batch"] + setup.size.num_layers * launch["layer"]
     sent = step_messages(setup, gpu)
     alone = {*LAYER_MESSAGES, *([GRADIENTS] if stops_for_gradients(setup.ds_config) else [])}
     if used.assumed:
@@ -481,7 +481,7 @@ def step_time(setup: Setup, gpu: Gpu, mfu: float | None = None, precision: str |
         communication_seconds=sum(message.seconds for message in sent if message.name not in LAYER_MESSAGES),
         offload_seconds=_offload_seconds(setup, gpu),
         waiting_seconds=waiting,
-        launch_seconds=launches * table("rates")["launch_seconds_per_layer"]["value"],
+        launch_seconds=launch["step"] + accumulation * launch_of_pass,
         expected_compute_seconds=expected,
         expected_measured_on=day,
         utilization=used,

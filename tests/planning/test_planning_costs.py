@@ -14,6 +14,7 @@ from pretraining.planning.costs import energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import GRADIENTS, WEIGHTS, step_messages, zero_bytes
 from pretraining.planning.parallelism import Cluster, Division, layout_memory, layouts
+from pretraining.planning.search import fitting
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import expected_utilization, step_time
 from pretraining.recipe import load_recipe
@@ -61,6 +62,10 @@ def test_every_constant_has_a_source():
     for name in ("products", "attention"):  # of several sizes
         assert day.fullmatch(expected[name]["looked_up"])
         assert re.search("assumption|figure", expected[name]["source"])
+    of_stages = rates.pop("launch_seconds")
+    assert (
+        day.fullmatch(of_stages["looked_up"]) and "measured by benchmarks/launches.py" in of_stages["source"]
+    )
     rates = [entry for name, entry in rates.items() if name not in ("about", "mfu", "sustained", "expected")]
     rates += [expected["memory"], expected["gaps"]]
     for entry in [*rates, *(entry for entries in tables for entry in entries.values())]:
@@ -174,19 +179,24 @@ def test_a_measured_utilization_takes_precedence(tmp_path):
 
 
 def test_a_small_model_s_gpu_waits_for_its_kernels():
-    """Python launches them no faster on a faster GPU; a large model hides it, and a given utilization holds it."""
-    launch = table("rates")["launch_seconds_per_layer"]["value"]
+    """Python launches them no faster on a faster GPU; ZeRO-3 has most of them; a large model hides it."""
 
-    def found(*settings: str, mfu: float | None = None):
-        return forecast(setup("features/gpt2", 1, *settings, way="null"), H100, mfu)
+    def found(way: str, micro_batch: int, compiled: str):
+        settings = f"training.per_device_train_batch_size={micro_batch}", f"speed.compile={compiled}"
+        return forecast(setup("features/gpt2", 1, *settings, way=way), H100)
 
-    tiny = found("speed.compile=none")
-    assert tiny.step.time.bound_by == "kernel launches"
-    assert tiny.step.seconds == pytest.approx(2 * 4 * launch)
-    larger = found("speed.compile=none", "training.per_device_train_batch_size=16")
-    assert larger.step.seconds == pytest.approx(4 * launch)
-    assert found().step.time.launch_seconds == 0  # auto: compiled blocks
-    assert found("speed.compile=none", mfu=0.4).mfu == pytest.approx(0.4)
+    for way, stage in (("null", "0"), ("zero1", "1"), ("zero3", "3")):
+        for compiled, mode in (("none", "eager"), ("auto", "compiled")):
+            launch = table("rates")["launch_seconds"]["value"][stage][mode]
+            a_pass = launch["micro-batch"] + 4 * launch["layer"]
+            for micro_batch in (8, 16):
+                step = found(way, micro_batch, compiled).step
+                assert step.time.bound_by == "kernel launches"
+                assert step.seconds == pytest.approx(launch["step"] + 16 / micro_batch * a_pass)
+    assert found("zero3", 8, "auto").step.seconds > 2 * found("zero1", 8, "auto").step.seconds
+    # so the stage with the fewest of them is proposed, not the one whose optimizer moves the fewest bytes
+    ways = fitting(setup("features/gpt2", 8, way="null"), H100)
+    assert ways[0].deepspeed == "zero0" and ways[0].step_seconds > 0.002
     large = forecast(setup("7b", 8, way="zero3"), H100)
     assert large.step.time.bound_by == "compute"
 

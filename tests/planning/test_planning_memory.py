@@ -21,7 +21,7 @@ from pretraining.planning.memory.states import optimizer_states
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.search import candidates, fitting, nearest_fit, worth_choosing
+from pretraining.planning.search import SAME, candidates, fitting, nearest_fit, worth_choosing
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.throughput import step_time
@@ -566,7 +566,7 @@ def test_the_search_names_ways_that_fit_the_best_first(name, gpus, kind):
     safe = [each for each in found if each.need.total <= 0.95 * there]
     assert found[: len(safe)] == safe and all(("tight: " in each.why) != (each in safe) for each in found)
     fastest = min(each.step_seconds for each in safe)
-    as_fast = [each for each in safe if each.step_seconds <= 1.02 * fastest]
+    as_fast = [each for each in safe if each.step_seconds <= SAME * fastest]
     # 15 % stay free if a way as fast leaves them; then the simplest, so no needless offload
     roomy = [each for each in as_fast if each.need.total <= 0.85 * there] or as_fast
     best = found[0]
@@ -576,14 +576,14 @@ def test_the_search_names_ways_that_fit_the_best_first(name, gpus, kind):
     assert memory_need(chosen, there).total == best.need.total
     verdict = judge(name, gpus, *settings, way=best.deepspeed, gpu=gpu, gpu_memory_bytes=there)
     assert not verdict.refusals and not [each for each in verdict.warnings if "fragmentation" in each.what]
-    assert all(1.02 * after.need.total < before.need.total for before, after in pairwise(listed))
+    assert all(SAME * after.need.total < before.need.total for before, after in pairwise(listed))
     # none is as fast and smaller, without being offloaded, recomputed or sharded more
     found_burdens = [burdens(each) for each in found]
     for way in listed:
         own = burdens(way)
         for other, others in zip(found, found_burdens, strict=True):
             cheaper = all(a <= b for a, b in zip(others, own, strict=True))
-            smaller = 1.02 * other.need.total < way.need.total
+            smaller = SAME * other.need.total < way.need.total
             assert not (cheaper and smaller and other.step_seconds <= way.step_seconds), (way, other)
 
 

@@ -51,8 +51,9 @@ def test_an_average_moves_twelve_bytes_of_each_weight_that_a_rank_steps(way, sha
         for changes in ((), (average,), (average, "optimizer.average_steps=4"))
     )
     assert each - without == pytest.approx(expected) == pytest.approx(4 * (seldom - without))
-    slower = [step_time(setup("124m", 8, *changes, way=way), H200).seconds for changes in ((average,), ())]
-    assert slower[0] > slower[1]
+    slower, faster = (step_time(setup("124m", 8, *changes, way=way), H200) for changes in ((average,), ()))
+    # of the device or of the host; the step itself may be bound by the launches of its kernels
+    assert slower.compute_seconds + slower.offload_seconds > faster.compute_seconds + faster.offload_seconds
 
 
 @pytest.mark.parametrize("name", recipe_names())
