@@ -33,6 +33,7 @@ from pretraining.extend import load_extensions, model_extension
 from pretraining.model.attention import HOPPER, INSTALL, choose_attention, describe_attention, split_attention
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.initial_weights import initialise_weights, rules_of
+from pretraining.model.loss import CORRECTION_BIASES
 from pretraining.model.parallel import (
     PLAIN_KERNELS,
     ExpertDispatch,
@@ -41,7 +42,6 @@ from pretraining.model.parallel import (
     split_experts,
     split_vocabulary,
 )
-from pretraining.model.routing import CORRECTION_BIASES
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import has_experts

@@ -3,12 +3,15 @@
 This is a separate program, which planning/shapes.py starts. It reads a recipe's `model` section on stdin and prints one
 JSON object, the facts or {"error": one line}. Its argument is the module of a model of the user's own. It imports
 neither DeepSpeed nor the Trainer, so that it answers sooner.
+
+It also sees which parameters the rule of each module draws (`traced`); initial_weights.py draws by that.
 """
 
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 if __name__ == "__main__" and len(sys.argv) == 1:
@@ -22,9 +25,9 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.extend import check_model_keys, load_extensions, model_extension, read_extensions
-from pretraining.model.drawing_rules import drawing_faults
 from pretraining.recipe.model import EXPERTS
 from pretraining.upstream.saved_tensors import PRECISIONS, Walk
+from pretraining.upstream.transformers import RuleTrace, StandIn, draw_module, forget_drawn
 
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 
@@ -197,6 +200,83 @@ def _first(config: PreTrainedConfig, names: tuple[str, ...]) -> int:
     """Read the first of these keys that is a number; 0 if there is none."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value), 0)
+
+
+@torch.no_grad()
+def drawing_faults(built: PreTrainedModel) -> list[str]:
+    """Find parameters that `initialise_weights` would not draw, or would draw from too far; one sentence each.
+
+    A matrix that no module draws would keep the bytes that its memory had before.
+
+    built: on the meta device.
+    """
+    faults, drawn, names = [], set(), {each: name for name, each in built.named_parameters()}
+    for parameter in built.parameters():
+        forget_drawn(parameter)
+    for _, module, _, trace in traced(
+        built, lambda each: torch.empty_like(each, dtype=torch.float32, device="meta")
+    ):
+        drawn |= trace.written
+        # No other parameters have memory while the rule of a module runs.
+        far = trace.written.difference(parameters_near(module))
+        by = type(module).__name__
+        faults += [
+            f"{names[each]} is drawn from two levels above it, by {by}" for each in names if each in far
+        ]
+    # Biases and norms may be left to their constructors, which fill them with zeros and ones.
+    matrices = ((key, parameter) for key, parameter in built.named_parameters() if parameter.ndim >= 2)
+    return faults + [f"{key} is drawn by no module" for key, parameter in matrices if parameter not in drawn]
+
+
+def traced(
+    model: PreTrainedModel, on_meta: Callable[[nn.Parameter], torch.Tensor]
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel, RuleTrace]]:
+    """Yield (name, module, the model whose rule it is, what the rule does to the parameters), every child first.
+
+    on_meta: returns a tensor of the meta device of a parameter's whole shape.
+    """
+    with torch.random.fork_rng(devices=[]):  # a rule may draw into tensors of its own
+        for name, module, owner in children_first(model):
+            everything = {parameter: parameter for parameter in module.parameters()}
+            with standing_in(module, on_meta) as stand_ins, RuleTrace({**everything, **stand_ins}) as trace:
+                draw_module(owner, module)
+            yield name, module, owner, trace
+
+
+def children_first(
+    module: nn.Module, name: str = "", owner: PreTrainedModel | None = None
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Yield (name, module, the PreTrainedModel whose rule initialises it), every child before its parent."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child_name, child in module.named_children():
+        yield from children_first(child, f"{name}.{child_name}" if name else child_name, owner)
+    yield name, module, owner
+
+
+def parameters_near(module: nn.Module) -> list[nn.Parameter]:
+    """List what a module's rule may draw: its own parameters and its children's."""
+    return list(dict.fromkeys(parameter for _, _, parameter in _places_near(module)))
+
+
+def _places_near(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    modules = (module, *module.children())
+    return [(each, *named) for each in modules for named in each.named_parameters(recurse=False)]
+
+
+@contextmanager
+def standing_in(
+    module: nn.Module, tensor_for: Callable[[nn.Parameter], torch.Tensor]
+) -> Iterator[dict[nn.Parameter, StandIn]]:
+    """Put {parameter: another one, of the tensor given} in the place of all that the module's rule may draw."""
+    places = _places_near(module)
+    stand_ins = {parameter: StandIn(tensor_for(parameter)) for _, _, parameter in places}
+    for place, name, parameter in places:
+        setattr(place, name, stand_ins[parameter])
+    try:
+        yield stand_ins
+    finally:
+        for place, name, parameter in places:
+            setattr(place, name, parameter)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from pretraining.model.drawing_rules import parameters_near, standing_in, traced
+from pretraining.model.counting import parameters_near, standing_in, traced
 from pretraining.planning.quantities import several
 from pretraining.recipe.optimizer import VECTOR, InitialRow
 from pretraining.runtime.heartbeat import long_work, work_done

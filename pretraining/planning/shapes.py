@@ -25,8 +25,7 @@ from pretraining.runtime.installation import PACKAGE
 from pretraining.schema import display_path
 
 MODULE = "pretraining.model.counting"
-SOURCES = [PACKAGE / "model" / name for name in ("counting.py", "drawing_rules.py")]
-SOURCES += [PACKAGE / "recipe" / "model.py"]
+SOURCES = [PACKAGE / "model" / "counting.py", PACKAGE / "recipe" / "model.py"]
 SOURCES += [PACKAGE / "upstream" / name for name in ("saved_tensors.py", "transformers.py")]
 HOW = "counted by building on the meta device"
 GATED = 2.5

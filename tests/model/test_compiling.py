@@ -23,8 +23,7 @@ from pretraining.model.build import (
     compile_model,
     describe_compilation,
 )
-from pretraining.model.loss import build_loss
-from pretraining.model.routing import watch_routing
+from pretraining.model.loss import build_loss, watch_routing
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import layer_numel, parameter_tensors

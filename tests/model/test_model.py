@@ -15,8 +15,8 @@ from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.model import initial_weights
 from pretraining.model.build import build_config, build_model
+from pretraining.model.counting import children_first
 from pretraining.model.cross_entropy import token_nats
-from pretraining.model.drawing_rules import children_first
 from pretraining.model.initial_weights import initialise_weights, list_draws, turns
 from pretraining.model.loss import build_loss, next_token_loss
 from pretraining.planning.sizes import check_rows

@@ -201,7 +201,7 @@ def test_weights_that_no_module_draws_are_found():
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from pretraining.model.drawing_rules import drawing_faults
+    from pretraining.model.counting import drawing_faults
 
     class Inner(nn.Module):
         def __init__(self):

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader
 from pretraining.errors import UserError
 from pretraining.model.build import build_config
-from pretraining.model.loss import PLAIN, balance_of, build_loss
-from pretraining.model.routing import watch_routing
+from pretraining.model.loss import PLAIN, balance_of, build_loss, watch_routing
 from pretraining.recipe.model import has_experts, other_model_types
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.experts import PREFIX, ExpertLoad
