@@ -305,11 +305,10 @@ class Evaluator(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Begin with a validation where the run begins, if that is asked for, or to repeat one."""
         # not at every start: it would be one that the undisturbed run does not make
-        begins = args.eval_on_start and state.global_step == from_rank_0(self._first_step)
+        begins = args.eval_on_start and state.global_step == from_rank_0(
+            lambda: first_step(read_events(self.run.events)) if self.run else 0
+        )
         args.eval_on_start = begins or self.is_repeated(args, state)
-
-    def _first_step(self) -> int:
-        return first_step(read_events(self.run.events)) if self.run else 0
 
     def is_repeated(self, args: TrainingArguments, state: TrainerState) -> bool:
         """Return whether the validation after the present step, the first of a start, was due and has no result."""

@@ -34,7 +34,7 @@ from pretraining.data.documents import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
 from pretraining.upstream.split_weights import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
-from pretraining.upstream.wide_weights import WideLinear
+from pretraining.upstream.wide_weights import WideLinear, is_wide
 
 TRIAL_TOKENS = 1024
 """Rows that kernels are compiled with: so many that one program sums each row, as in a real chunk."""
@@ -101,7 +101,7 @@ class LossHead(nn.Linear):
             return fused_nats(flat, self.weight, labels.flatten(), way, self.compute_dtype, each)
         if not (self.training and torch.is_grad_enabled()):
             return self.product(hidden)
-        if isinstance(self, WideLinear):
+        if is_wide(self.weight):
             self.compute_dtype = torch.float32
             return hidden
         # accelerate returns autocast's outputs in fp32: the loss multiplies in the dtype the logits would have had.
@@ -112,11 +112,8 @@ class LossHead(nn.Linear):
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [..., width] to the logits of all rows that are here."""
-        return super().forward(hidden)
-
-
-class WideLossHead(LossHead, WideLinear):
-    """The same, multiplied in fp32."""
+        linear = WideLinear if is_wide(self.weight) else nn.Linear
+        return linear.forward(self, hidden)
 
 
 class _ChunkedNats(torch.autograd.Function):

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from transformers import PreTrainedModel
 
 from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.extend import model_extension, named
-from pretraining.model.cross_entropy import LossHead, LossSettings, WideLossHead, chunked_nats, token_nats
-from pretraining.model.parallel import SplitHead
+from pretraining.model.cross_entropy import LossHead, LossSettings, chunked_nats, token_nats
+from pretraining.model.parallel import SplitHead, mean_over
 from pretraining.recipe.model import ROUTER_COEFFICIENT, why_not
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import ALONE, RankGroups
@@ -78,7 +77,7 @@ def _nats_of(model: PreTrainedModel, settings: Loss) -> Callable:
             head.gives = "input"
         else:
             # in place: a new module would lose the name and the tie to the embedding
-            head.__class__ = WideLossHead if isinstance(head, WideLinear) else LossHead
+            head.__class__ = LossHead
         # in training the model returns the head's input as logits
         return partial(head, way=way)
     if isinstance(head, SplitHead):
@@ -253,11 +252,6 @@ def products(
         parts = iter(flat.split([each.numel() for pair in layers for each in pair]))
         layers = [(next(parts).view_as(f), next(parts).view_as(p)) for f, p in layers]
     return [f.shape[-1] * (f * p).sum(-1) for f, p in layers]
-
-
-def mean_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Average over the ranks of a group; the gradient is the average of theirs."""
-    return all_reduce(values, group=group) / dist.get_world_size(group)
 
 
 def router_z_loss(router_logits: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -37,7 +37,6 @@ from pretraining.upstream.split_weights import (
 )
 from pretraining.upstream.torch import let_length_vary
 from pretraining.upstream.transformers import activate, grouped_product, is_experts, multiplies_in_groups
-from pretraining.upstream.wide_weights import WideLinear
 
 
 def exchange(
@@ -214,10 +213,10 @@ class Copies(NamedTuple):
 
     def take(self, matrix: torch.Tensor) -> torch.Tensor:
         """Copy lines to rows; the gradient of a line is the sum of its rows', which needs no atomic addition."""
-        return _Taken.apply(matrix, self)
+        return _Moved.apply(matrix, self, True)
 
     def add_up(self, rows: torch.Tensor) -> torch.Tensor:
-        return _Summed.apply(rows, self)
+        return _Moved.apply(rows, self, False)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
         if not len(rows):
@@ -226,32 +225,23 @@ class Copies(NamedTuple):
         return F.embedding_bag(self.of_lines, rows.detach(), self.starts, mode="sum")
 
 
-class _Taken(torch.autograd.Function):
-    """The tables stay with the graph. They are no saved tensors, which a recomputed layer would compute again: so its
+class _Moved(torch.autograd.Function):
+    """Take lines to rows, or add up the rows of each line: the one is the backward pass of the other.
+
+    The tables stay with the graph. They are no saved tensors, which a recomputed layer would compute again: so its
     recomputation ends with the input of the last product, and nothing is sent back a second time. It routes as the
-    first pass did, because nothing before it adds in an order of chance."""
+    first pass did, because nothing before it adds in an order of chance.
+    """
 
     @staticmethod
-    def forward(ctx: Any, matrix: torch.Tensor, copies: Copies) -> torch.Tensor:
-        ctx.copies = copies
-        return matrix[copies.sources]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
-        return ctx.copies.sums(gradient), None
-
-
-class _Summed(torch.autograd.Function):
-    """The other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, copies: Copies) -> torch.Tensor:
-        ctx.copies = copies
-        return copies.sums(rows)
+    def forward(ctx: Any, values: torch.Tensor, copies: Copies, takes: bool) -> torch.Tensor:
+        ctx.copies, ctx.takes = copies, takes
+        return values[copies.sources] if takes else copies.sums(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
-        return gradient[ctx.copies.sources], None
+        copies: Copies = ctx.copies
+        return copies.sums(gradient) if ctx.takes else gradient[copies.sources], None, None
 
 
 class Agreed(NamedTuple):
@@ -392,10 +382,6 @@ class SplitHead(LossHead):
         return logits if trains and self.gives == "own logits" else _Gather.apply(logits, self.rows)
 
 
-class WideSplitHead(SplitHead, WideLinear):
-    """The same, multiplied in fp32."""
-
-
 def split_vocabulary(model: PreTrainedModel, degree: int) -> None:
     """Leave each rank its rows of embedding and head. All ranks must call this; the weights are there already."""
     group = make_tensor_groups(degree)
@@ -405,12 +391,18 @@ def split_vocabulary(model: PreTrainedModel, degree: int) -> None:
         rows = hold_rows(modules, group)
         for module in modules:
             module.rows = rows
-    table.__class__ = SplitEmbedding  # in place: new modules would lose names, hooks and the tie
-    head.__class__ = WideSplitHead if isinstance(head, WideLinear) else SplitHead
+    # in place: new modules would lose names, hooks and the tie
+    table.__class__, head.__class__ = SplitEmbedding, SplitHead
     table.num_embeddings = head.out_features = table.rows.own
     if table.padding_idx is not None:
         padding = table.padding_idx - table.rows.first
         table.padding_idx = padding if 0 <= padding < table.rows.own else None
+
+
+def mean_over(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Average over the ranks of a group; the gradient is the average of theirs."""
+    # a copy, as the sum is written over its input
+    return _Sum.apply(_Copy.apply(values, group).clone(), group) / dist.get_world_size(group)
 
 
 class _Sum(torch.autograd.Function):
