@@ -4,7 +4,6 @@ The section `speed` follows: what a recomputed layer keeps, compiled blocks or m
 used only in training.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -12,7 +11,6 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import (
@@ -48,7 +46,7 @@ from pretraining.recipe.model import has_experts
 from pretraining.recipe.optimizer import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
-from pretraining.runtime.process_group import ALONE, RankGroups, own_group, rank_and_world_size
+from pretraining.runtime.process_group import ALONE, RankGroups, fails_anywhere, own_group
 from pretraining.upstream.attention_logits import is_watched, watch_attention
 from pretraining.upstream.deepspeed import gather_as_one, groups_at_once, no_zero3_draw
 from pretraining.upstream.torch import (
@@ -396,20 +394,11 @@ class FirstPass:
                 # failed, the later ones how to debug torch.
                 said = " ".join(str(error).strip().partition("\n\n")[0].split())
                 failure = f"{type(error).__name__}: {said[:300]}"
-        rank, ranks = rank_and_world_size()
-        # The first rank whose block failed. The number of ranks means no failure: it is larger than every rank.
-        failing = ranks if failure is None else rank
-        if dist.is_initialized():  # else one process without a launcher
-            first_failing = torch.tensor(failing, device=device)
-            dist.all_reduce(first_failing, dist.ReduceOp.MIN)
-            failing = first_failing.item()
-        if failing < ranks:
-            # All ranks or none: gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into
-            # buckets as they come. If only some ranks compiled, gradients of different weights would be added up.
+        # All ranks or none: gradients leave a compiled block in another order, and ZeRO-1 and 2 put them into buckets
+        # as they come. If only some ranks compiled, gradients of different weights would be added up.
+        what = "blocks run uncompiled on all ranks, as rank {rank} cannot compile them ({failure})"
+        if fails_anywhere(failure, device, f"{what}; mend that, or --set speed.compile=none"):
             self.has_failed = True
-            if failing == rank:
-                what = f"blocks run uncompiled on all ranks, as rank {rank} cannot compile them ({failure})"
-                print(f"warning: {what}; mend that, or --set speed.compile=none", file=sys.stderr, flush=True)
         return result
 
 

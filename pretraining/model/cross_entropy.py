@@ -18,12 +18,9 @@ A GPU gets the compiled one, since it needs torch alone. A chunk also moves 12 b
 two products read, 8 of the sum in fp32.
 """
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +29,7 @@ from torch import nn
 
 from pretraining.data.documents import IGNORED
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
+from pretraining.runtime.process_group import fails_anywhere
 from pretraining.upstream.split_weights import HeldRows
 from pretraining.upstream.torch import fix_no_length, missing_compiler
 from pretraining.upstream.wide_weights import WideLinear, is_wide
@@ -226,9 +224,9 @@ def _chunk(
     The compiled functions need no space: it is None then.
     """
     device, dtype, split = like.device, like.dtype, way.rows
-    asked = (device, dtype, vocab_size, way.compile)
+    compiled = compiles_loss(way.compile, device.type == "cuda") and _can_compile(device, dtype, vocab_size)
     # Ranks of a split head exchange numbers of each chunk: what a length depends on is equal on all of them.
-    compiled, memory = _resources(*asked) if split is None else _least_resources(split.group, *asked)
+    memory = _memory(device) if split is None else _least_memory(split.group, device)
     most = vocab_size if split is None else split.most
     num_bytes = logit_bytes(dtype.itemsize, compiled)
     chunk = chunk_length(tokens, most, num_bytes, memory or None, way.chunk_tokens)
@@ -237,22 +235,17 @@ def _chunk(
     return chunk, torch.empty(chunk, vocab_size, dtype=_precision(dtype), device=device)
 
 
-def _resources(
-    device: torch.device, dtype: torch.dtype, vocab_size: int, compile: bool | None
-) -> tuple[bool, int]:
-    """Return whether the loss is compiled on this rank, and the bytes of its GPU; 0 if a processor trains."""
-    on_gpu = device.type == "cuda"
-    compiled = compiles_loss(compile, on_gpu) and _can_compile(device, dtype, vocab_size)
-    return compiled, torch.cuda.get_device_properties(device).total_memory if on_gpu else 0
+def _memory(device: torch.device) -> int:
+    """Return the bytes of this rank's GPU; 0 if a processor trains."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 @cache
-def _least_resources(group: dist.ProcessGroup, device: torch.device, *asked: Any) -> tuple[bool, int]:
+def _least_memory(group: dist.ProcessGroup, device: torch.device) -> int:
     """Return the least that any rank of the group has; all of them ask once, before their first chunk."""
-    least = torch.tensor(_resources(device, *asked), device=device)
+    least = torch.tensor(_memory(device), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    compiled, memory = least.tolist()
-    return bool(compiled), memory
+    return int(least)
 
 
 def _precision(dtype: torch.dtype) -> torch.dtype:
@@ -339,9 +332,15 @@ def _compiled(function: Callable) -> Callable:
 
 @cache
 def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> bool:
-    """Compile for logits of this kind, in chunks of any length; if that fails, warn and return False."""
+    """Compile for logits of this kind, in chunks of any length; if that fails on any rank, warn and return False."""
+    what = "the loss is not compiled on any rank, as rank {rank} cannot compile it ({failure})"
+    words = f"{what}; mend that, or --set loss.compile=false"
+    return not fails_anywhere(_failure(device, dtype, vocab_size), device, words)
+
+
+def _failure(device: torch.device, dtype: torch.dtype, vocab_size: int) -> str | None:
     if missing := missing_compiler():
-        return _go_on_without(f"inductor needs {missing}", alike_on_machine=True)
+        return f"inductor needs {missing}"
     # A trial before the first real chunk, so that a failure costs a line and not the run.
     logits = torch.zeros(TRIAL_TOKENS, vocab_size, dtype=dtype, device=device)
     log_z, weight = (torch.ones(TRIAL_TOKENS, dtype=_precision(dtype), device=device) for _ in range(2))
@@ -354,23 +353,8 @@ def _can_compile(device: torch.device, dtype: torch.dtype, vocab_size: int) -> b
         raise
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
-        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
-        return _go_on_without(reason, alike_on_machine=False)
-    return True
-
-
-def _go_on_without(reason: str, alike_on_machine: bool) -> bool:
-    """Warn once that the loss is not compiled here; return False.
-
-    alike_on_machine: whether every rank of this machine has the same reason; then its first rank warns for all.
-    """
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if is_first or not alike_on_machine:
-        on_rank = "" if is_first else f" on rank {os.environ['RANK']}"
-        what = f"the loss cannot be compiled{on_rank} and is computed without ({reason})"
-        remedy = "mend that, or --set loss.compile=false"
-        print(f"warning: {what}; {remedy}", file=sys.stderr, flush=True)
-    return False
+        return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+    return None
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import SILENT_SECONDS, UserError, file_error
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 else:
 
@@ -123,6 +125,23 @@ def together(act: Callable[[], Answer]) -> Answer:
         if message is not None:
             raise UserError(message)
     return value
+
+
+def fails_anywhere(failure: str | None, device: torch.device, words: str) -> bool:
+    """Return whether any rank has a failure; the first warns, in `words` with {rank} and {failure}. A collective."""
+    import torch
+
+    rank, ranks = rank_and_world_size()
+    failing = (
+        ranks if failure is None else rank
+    )  # their number means no failure: it is larger than every rank
+    if dist.is_initialized():  # else one process without a launcher
+        first_failing = torch.tensor(failing, device=device)
+        dist.all_reduce(first_failing, dist.ReduceOp.MIN)
+        failing = first_failing.item()
+    if failing == rank:
+        print(f"warning: {words.format(rank=rank, failure=failure)}", file=sys.stderr, flush=True)
+    return failing < ranks
 
 
 @dataclass(frozen=True)

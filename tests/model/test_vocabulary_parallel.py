@@ -26,12 +26,12 @@ SMALL = {"ON_PROCESSOR": 1 << 17, "MULTIPLE": 16}
 def lacking(what: str) -> AbstractContextManager:
     """Let this rank lack what others have: of its own it would cut the loss into more chunks, and exchange more."""
     cross_entropy._can_compile.cache_clear()
-    cross_entropy._least_resources.cache_clear()
+    cross_entropy._least_memory.cache_clear()
     if what == "compiler":
         missing = "room on /tmp" if dist.get_rank() == 1 else None
         return mock.patch.object(cross_entropy, "missing_compiler", lambda: missing)
     memory = activations.GPU_SHARE << (16 if dist.get_rank() == 2 else 18)
-    return mock.patch.object(cross_entropy, "_resources", lambda *_: (False, memory))
+    return mock.patch.object(cross_entropy, "_memory", lambda device: memory)
 
 
 def compare(tied: bool, kind: str, compile: bool | None, chunk_tokens: int | None = 50) -> dict:
