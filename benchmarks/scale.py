@@ -133,7 +133,7 @@ def manifest(folder: Path, shards: int) -> dict:
 
     from pretraining.data.manifest import FORMAT, parse_manifest
     from pretraining.data.mixture import open_by_source
-    from pretraining.data.order import GroupedOrder, ShardNeeds, blocks_starting
+    from pretraining.data.order import GroupedOrder, blocks_starting, needed_shards
     from pretraining.rehearsal.stand_in_data import StandInSplit
 
     entry = {"tokens": 10**8, "documents": 10**5, "bytes": 4 * 10**8, "size": 2 * 10**8}
@@ -156,7 +156,8 @@ def manifest(folder: Path, shards: int) -> dict:
         open_by_source(stream)
         count = stream.num_blocks(LENGTH)
         first_blocks = blocks_starting(stream.token_starts, LENGTH, count)
-        ShardNeeds(GroupedOrder(first_blocks, 64, 1, "f"), [first_blocks]).of(np.arange(4096))
+        grouped = GroupedOrder(first_blocks, 64, 1, "f")
+        needed_shards(grouped, first_blocks[:-1], np.arange(shards), np.arange(4096))
     return {**found, "bytes": len(text)}
 
 

@@ -224,26 +224,12 @@ class OrderWithout(Order):
         return self.order.blocks(self.positions(sample_indices))
 
 
-class ShardNeeds:
-    """Map sample -> shard, for an order over the blocks of one or several splits. A prefetch uses this.
+def needed_shards(order: Order, starts: np.ndarray, shards: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Return for each sample that of `shards` in which its block starts; a prefetch asks this.
 
-    A block belongs to the shard it starts in. The few tokens of one that ends in the next shard are no need of that.
+    The few tokens of a block that ends in the next shard are no need of that. starts: the first block of each shard.
     """
-
-    def __init__(self, order: Order, first_blocks: Sequence[np.ndarray]):
-        """first_blocks: for each split [shards + 1], as `blocks_starting` returns them."""
-        self.order = order
-        bases = np.cumsum([0, *(int(starts[-1]) for starts in first_blocks)], dtype=np.int64)
-        shifted = [starts[:-1] + base for starts, base in zip(first_blocks, bases, strict=False)]
-        self._starts = np.concatenate(shifted)
-        self._splits = np.repeat(np.arange(len(first_blocks)), [len(starts) for starts in shifted])
-        self._numbers = np.concatenate([np.arange(len(starts)) for starts in shifted])
-
-    def of(self, samples: np.ndarray) -> np.ndarray:
-        """Return for each sample the split and the shard in it that its block starts in: [n, 2] int64."""
-        blocks = self.order.blocks(np.asarray(samples, np.int64))
-        shards = np.searchsorted(self._starts, blocks, side="right") - 1
-        return np.stack([self._splits[shards], self._numbers[shards]], axis=1)
+    return shards[np.searchsorted(starts, order.blocks(samples), side="right") - 1]
 
 
 class Permutation:

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,12 +27,12 @@ from pretraining.data.order import (
     MixedOrder,
     Order,
     OrderWithout,
-    ShardNeeds,
     WindowedOrder,
+    needed_shards,
     shards_at_once,
 )
 from pretraining.data.shards import TokenSplit
-from pretraining.data.streaming.remote_data import SHARE_OF_CACHE, Prefetcher, StreamedSplit
+from pretraining.data.streaming.remote_data import SHARE_OF_CACHE, Prefetcher, ShardNeeds, StreamedSplit
 from pretraining.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,9 +115,13 @@ class PackedDataset:
         return samples if self.order is None else self.order.blocks(samples)
 
     def shard_needs(self) -> ShardNeeds:
-        """Return which shards the samples of the run need, by position in the run; the dataset must have an order."""
-        first = [blocks_by_shard(split, self.sequence_length, self.packing) for split in self.splits]
-        return ShardNeeds(self.order, first)
+        """Tell which shards the samples of the run need; the dataset must have an order."""
+        starts, shards = [], []
+        for source, split in enumerate(self.splits):
+            blocks = blocks_by_shard(split, self.sequence_length, self.packing)[:-1]
+            starts.append(blocks + self._first_blocks[source])
+            shards.append(np.stack([np.full(len(blocks), source), np.arange(len(blocks))], axis=1))
+        return partial(needed_shards, self.order, np.concatenate(starts), np.concatenate(shards))
 
     def locate(self, block: int) -> tuple[int, int]:
         source = bisect_right(self._first_blocks, block) - 1

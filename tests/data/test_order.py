@@ -142,7 +142,7 @@ def test_windows_need_the_shards_they_span(split):
     starts = blocks_starting(split.token_starts, LENGTH, split.num_blocks(LENGTH))
     for window in (1, 50, 300, 10**6):
         order = WindowedOrder(split.num_blocks(LENGTH), window, seed=1)
-        shards = PackedDataset(split, LENGTH, order).shard_needs().of(np.arange(order.num_blocks))[:, 1]
+        shards = PackedDataset(split, LENGTH, order).shard_needs()(np.arange(order.num_blocks))[:, 1]
         spans = [np.ptp(shards[first : first + window]) + 1 for first in range(0, len(shards), window)]
         assert max(spans) == shards_at_once(starts, window)
 
@@ -150,7 +150,7 @@ def test_windows_need_the_shards_they_span(split):
 def test_a_group_needs_no_more_shards_than_it_says(split):
     """The samples of one group start in `group_size` shards."""
     dataset = PackedDataset(split, LENGTH, grouped(split))
-    shards = dataset.shard_needs().of(np.arange(len(dataset)))[:, 1]
+    shards = dataset.shard_needs()(np.arange(len(dataset)))[:, 1]
     in_sequence = list(dict.fromkeys(shards.tolist()))
     for first in range(0, len(in_sequence), GROUP_SIZE):
         group = np.isin(shards, in_sequence[first : first + GROUP_SIZE])
@@ -163,7 +163,7 @@ def test_the_shards_named_are_those_that_are_read(split, monkeypatch):
     order = mixed(grouped(split, 5), grouped(split, 6))
     dataset = PackedDataset([split, other], LENGTH, order, num_samples=10**6)
     samples = np.arange(5000, 5040)
-    needed = {tuple(row) for row in dataset.shard_needs().of(samples).tolist()}
+    needed = {tuple(row) for row in dataset.shard_needs()(samples).tolist()}
     opened = set()
     for number, part in enumerate((split, other)):
         original = part._shard

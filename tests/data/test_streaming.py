@@ -22,7 +22,7 @@ from pretraining.data.packed_dataset import PackedDataset, prefetched
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming import cache as cache_module
 from pretraining.data.streaming.cache import CachedShard, CacheFull, ShardCache, exclusive_lock
-from pretraining.data.streaming.remote_data import Prefetcher, RemoteData, StreamedSplit, Window
+from pretraining.data.streaming.remote_data import Prefetcher, RemoteData, ShardNeeds, StreamedSplit, Window
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 from tests.gear.object_store import Proxy, connect_to, s3_server, shared_memory, upload, use_here
@@ -51,13 +51,13 @@ def stream_of(split) -> np.ndarray:
     return np.array(split.read(0, split.num_tokens))
 
 
-def in_sequence(split) -> SimpleNamespace:
+def in_sequence(split) -> ShardNeeds:
     """The needs of a run that reads block after block."""
 
     def needs(samples: np.ndarray) -> np.ndarray:
         return np.array([(0, split.locate(sample * LENGTH)[0]) for sample in samples.tolist()])
 
-    return SimpleNamespace(of=needs)
+    return needs
 
 
 def held_bytes(cache: Path) -> int:
@@ -347,8 +347,8 @@ def wait_for(condition) -> None:
 def test_the_window_names_shards_in_order_of_need():
     """In order of first need, within the room, forgotten only after the last sample that needs them."""
     shards = np.array([0, 1, 0, 1, 2, 2, 3, 4, 4, 0, 5])
-    needs = SimpleNamespace(of=lambda samples: np.stack([0 * samples, shards[samples]], axis=1))
-    window = Window(needs, [[10] * 6], len(shards), 30)
+    keys = np.stack([0 * shards, shards], axis=1)
+    window = Window(keys.__getitem__, [[10] * 6], len(shards), 30)
     window.move(0)
     assert list(window.last_needs.items()) == [((0, 0), 2), ((0, 1), 3), ((0, 2), 5)]
     window.move(3)

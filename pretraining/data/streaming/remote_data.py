@@ -19,7 +19,6 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
-from pretraining.data.order import ShardNeeds
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
 from pretraining.data.streaming.store import Patience, Store, log_line
@@ -58,6 +57,8 @@ SCANNED_SAMPLES = 4096
 
 Key = tuple[int, int]
 """(number of the split, number of the shard in it)"""
+ShardNeeds = Callable[[np.ndarray], np.ndarray]
+"""Positions of samples in the run [n] -> the shard that each needs, as rows of its `Key`, [n, 2] int64."""
 
 
 class RemoteData:
@@ -394,7 +395,7 @@ class Window:
             if has_all and self._scanned >= position + SCANNED_SAMPLES:
                 return
             samples = np.arange(self._scanned, min(self._scanned + SCANNED_SAMPLES, self.stop))
-            for split, number in self.needs.of(samples).tolist():
+            for split, number in self.needs(samples).tolist():
                 if (key := (split, number)) not in self.last_needs:
                     size = self.shard_bytes[split][number]
                     # The first shard is taken in any case: without it the run cannot go on.
