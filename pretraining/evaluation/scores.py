@@ -20,7 +20,7 @@ from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, reason_of, require
 from pretraining.evaluation.sampling import continued, encode, encode_start, evaluation_mode, seeded
 from pretraining.outside.files import COUNT, NUMBER, TEXT, json_lines, object_of
-from pretraining.runtime.process_group import rank_groups
+from pretraining.runtime.process_group import gather_from_ranks, rank_groups
 from pretraining.schema import check, fits, read_json
 from pretraining.upstream.lm_eval import no_task_bars
 
@@ -344,11 +344,8 @@ class HarnessModel:
             # A forward pass may be a collective: a rank that runs out repeats the last request without effect.
             number = min(own, len(requests) - 1)
             texts[number] = self._continued(requests[number].args[0], settings[number], most_tokens)
-        if groups.world_size == 1:
-            return texts
-        shares: list = [None] * groups.world_size
-        dist.all_gather_object(shares, texts)
-        return [next(text for text in column if text is not None) for column in zip(*shares, strict=True)]
+        shares = zip(*gather_from_ranks(texts), strict=True)
+        return [next(text for text in column if text is not None) for column in shares]
 
     def _continued(self, context: str, settings: dict, most_tokens: int) -> str:
         # The end of a long context stays: the question comes last.

@@ -165,9 +165,9 @@ def split_experts(model: PreTrainedModel, size: int) -> None:
     """
     group = make_expert_groups(size)
     for experts in expert_modules(model):
-        for name, parameter in list(experts.named_parameters(recurse=False)):
+        # names alone: a parameter goes as soon as its part is there
+        for name in [name for name, _ in experts.named_parameters(recurse=False)]:
             hold_experts(experts, name, size)
-            del parameter
         dispatch = ExpertDispatch(experts, group)
         experts.num_experts = dispatch.local
         experts.forward = dispatch
