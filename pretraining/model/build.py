@@ -108,11 +108,8 @@ def build_from_recipe(
         print(describe_compilation(speed, why_none), flush=True)
     if recipe.watched_keys:
         watch_attention()
-    sections = {"speed": speed, "mup": recipe.mup, "weights": recipe.weights}
-    shared = {"given": given, "groups": groups}
-    return build_model(
-        recipe.model, tokenizer, arguments, draw_weights, masks_documents, **shared, **sections
-    )
+    others = {"mup": recipe.mup, "weights": recipe.weights, "given": given, "groups": groups}
+    return build_model(recipe.model, tokenizer, arguments, draw_weights, masks_documents, speed, **others)
 
 
 def build_model(
