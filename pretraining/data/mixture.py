@@ -35,8 +35,6 @@ class SourceMixture(NamedTuple):
     sequence_length: int
     validation_tokens: list[int]
     """[sources]"""
-    shares: list[Fraction]
-    """What each source is promised over the whole run, [sources]."""
     packing: str = "in_sequence"
     """`data.packing` of the recipe."""
 
@@ -110,8 +108,7 @@ def build_mixture(
     for number, source in enumerate(recipe.data.validation.sources if recipe.data.validation else []):
         if source.called in names:
             held_out[names.index(source.called)] = judged[len(names) + number].num_tokens
-    shares = run_shares(wished, num_samples)
-    mixture = SourceMixture(names, splits, interleaving, length, held_out, shares, packing)
+    mixture = SourceMixture(names, splits, interleaving, length, held_out, packing)
     _check_epochs(mixture, wished, recipe, num_samples, where)
     return mixture
 
@@ -141,13 +138,14 @@ def _check_epochs(
 ) -> None:
     """Refuse a run which reads a source more often than its `max_epochs`, and list the remedies."""
     draws, length = mixture.interleaving.realised(num_samples), mixture.sequence_length
+    shares = run_shares(wished, num_samples)
     for source, (name, num_blocks) in enumerate(zip(mixture.names, mixture.num_blocks, strict=True)):
         limit = recipe.data.sources[source].max_epochs
         limit = DEFAULT_MAX_EPOCHS if limit is None else limit
         # By its decimal text: a limit of 1.1 means 11/10, not the nearest double.
         allowed = Fraction(repr(limit)) * num_blocks
         # The shares as written decide; those rounded to a grid may pass the limit by a hair.
-        wish = num_samples * mixture.shares[source]
+        wish = num_samples * shares[source]
         if wish <= allowed and draws[source] <= allowed * (1 + _ROUNDING_SLACK) + 1:
             continue
         # Rounded up to a hundredth, so that the advised limit is enough.

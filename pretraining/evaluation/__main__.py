@@ -102,7 +102,7 @@ def evaluate_run(export: Path, recipe: Recipe, options: argparse.Namespace) -> d
     from pretraining.evaluation.validation import Validation, validation_sets
 
     cache = ShardCache.of(options.data_cache, options.data_cache_gb)
-    data = open_prepared(recipe, options.data_dir, cache).for_run(recipe)
+    data = open_prepared(recipe, options.data_dir, cache)
     model, tokenizer = _load_model(export, recipe), _load(export, "AutoTokenizer")
     validation = Validation(validation_sets(data, recipe), recipe)
     results = {**validation.measure(model), "unigram_bits_per_byte": validation.unigram_bits_per_byte()}
