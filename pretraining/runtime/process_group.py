@@ -132,9 +132,8 @@ def fails_anywhere(failure: str | None, device: torch.device, words: str) -> boo
     import torch
 
     rank, ranks = rank_and_world_size()
-    failing = (
-        ranks if failure is None else rank
-    )  # their number means no failure: it is larger than every rank
+    # the number of ranks means no failure: it is larger than every rank
+    failing = ranks if failure is None else rank
     if dist.is_initialized():  # else one process without a launcher
         first_failing = torch.tensor(failing, device=device)
         dist.all_reduce(first_failing, dist.ReduceOp.MIN)
