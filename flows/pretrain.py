@@ -36,8 +36,7 @@ from pretraining.data.streaming.cache import GIGABYTES_VARIABLE
 from pretraining.data.streaming.remote_data import SHARE_OF_CACHE
 from pretraining.errors import UserError
 from pretraining.pipeline.__main__ import parse, run_steps
-from pretraining.pipeline.step import Pipeline, Record
-from pretraining.pipeline.steps import Plan, Prepare
+from pretraining.pipeline.steps import Pipeline, Plan, Prepare, Record
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.run_plan import build_run_plan

@@ -80,7 +80,7 @@ def training_schema() -> dict:
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    from pretraining.training.operations import OPERATIONS
+    from pretraining.training.trackers import OPERATIONS
 
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     gone = set(TRAINING_KEYS) - set(fields) - {"warmup_ratio"}  # which every older script has

@@ -21,9 +21,18 @@ from pretraining.command_line import (
 )
 from pretraining.errors import UserError, one_line_errors
 from pretraining.ladder import answers
-from pretraining.ladder.family import WIDEST, Choices, family_of
+from pretraining.ladder.family import (
+    WIDEST,
+    Choices,
+    Rung,
+    check_begun,
+    commands_of,
+    costs_of,
+    family_of,
+    measured,
+    rungs_of,
+)
 from pretraining.ladder.fit import check_enough
-from pretraining.ladder.rungs import Rung, check_begun, commands_of, costs_of, measured, rungs_of
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short

@@ -53,7 +53,7 @@ ROWS = (
 
 
 def fitted(target: Recipe, points: list[dict], faults: list[str]) -> dict[str, Any]:
-    """Return what ladder.json holds of a ladder with these points (`rungs.measured`).
+    """Return what ladder.json holds of a ladder with these points (`family.measured`).
 
     Raises:
         UserError: the points cannot be fitted.

@@ -16,8 +16,7 @@ from pretraining.command_line import (
 )
 from pretraining.data.preparation.execution import EXECUTORS
 from pretraining.errors import UserError, one_line_errors
-from pretraining.pipeline.step import Decision, Pipeline
-from pretraining.pipeline.steps import NAMES, STEPS
+from pretraining.pipeline.steps import NAMES, STEPS, Decision, Pipeline
 from pretraining.planning.quantities import duration
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
 from pretraining.runtime.lock import holder_of

@@ -11,10 +11,9 @@ import pytest
 import s3fs
 
 from pretraining.errors import UserError
-from pretraining.pipeline import step
+from pretraining.pipeline import steps
 from pretraining.pipeline.__main__ import parse
-from pretraining.pipeline.step import Pipeline
-from pretraining.pipeline.steps import Plan
+from pretraining.pipeline.steps import Pipeline, Plan
 from pretraining.runtime.processes import CommandEnded
 from tests.gear.object_store import BUCKET, s3_server, use_here
 from tests.gear.runs import Started, forked_programs, free_port
@@ -59,7 +58,7 @@ def calls(monkeypatch, tmp_path) -> Callable[[], list[str]]:
             raise CommandEnded(1, "the node was lost")
         return forked(command, *arguments, **more)
 
-    monkeypatch.setattr(step, "call", noted)
+    monkeypatch.setattr(steps, "call", noted)
     return lambda: started.read_text().splitlines() if started.exists() else []
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from pretraining.errors import UserError
-from pretraining.pipeline import step
+from pretraining.pipeline import steps
 from pretraining.pipeline.__main__ import main
-from pretraining.pipeline.step import ranks_of
-from pretraining.pipeline.steps import NAMES
+from pretraining.pipeline.steps import NAMES, ranks_of
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.processes import CommandEnded, call
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub
@@ -79,7 +78,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path, workshop, capsys, monkeypatch) -> Place:
-    monkeypatch.setattr(step, "call", forked)
+    monkeypatch.setattr(steps, "call", forked)
     return Place(tmp_path, workshop, capsys)
 
 
@@ -138,7 +137,7 @@ def test_what_would_take_away_prepared_data_needs_a_word(place):
 
 def test_a_failed_training_repeats_no_preparation(place, monkeypatch):
     """A launcher that fails at once, as a real command: its code, and what comes before it stays."""
-    monkeypatch.setattr(step, "call", call)
+    monkeypatch.setattr(steps, "call", call)
     options = ["--launcher", "false", "--restarts", "0", "--skip", "doctor"]
     code, states, _ = place.pipeline(*options)
     assert code == 1 and states == {"plan": "done", "prepare": "done", "train": "failed"}

@@ -15,10 +15,9 @@ from pretraining.recipe.training import TRACKER_PACKAGES
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.notices import EVENTS, notice_of
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training import operations
-from pretraining.training.operations import OPERATIONS
+from pretraining.training import trackers
 from pretraining.training.throughput import UseWatch
-from pretraining.training.trackers import build_trackers
+from pretraining.training.trackers import OPERATIONS, build_trackers
 from tests.gear.runs import Run, Started, free_port
 from tests.gear.served import Served
 
@@ -91,7 +90,7 @@ def test_a_run_shows_the_same_numbers_to_all(workshop, tmp_path, receiver):
     last = parsed((output / "small.prom").read_text())
     assert last["pretraining_step"] == max(rows) and last["pretraining_state finished"] == 1
     newest = rows[max(rows)]
-    for name, metric in operations.LOGGED.items():
+    for name, metric in trackers.LOGGED.items():
         if metric in newest:
             assert last[f"pretraining_{name}"] == pytest.approx(newest[metric])
             assert receiver.got[f"pretraining_{name}"][("small",)] == pytest.approx(newest[metric])
@@ -192,7 +191,7 @@ def test_the_last_numbers_are_waited_for_behind_a_message_under_way(tmp_path, mo
 
     monkeypatch.setattr(OTLPMetricExporter, "export", slowly)
     told = Told(tmp_path / "run", "opentelemetry", port=None)
-    (numbers,) = [each for (_, run), each in operations._made.items() if run == told.run.path]
+    (numbers,) = [each for (_, run), each in trackers._made.items() if run == told.run.path]
     numbers.wake.set()
     assert under_way.wait(10)
     told.run.add_event("hang", step=4, minutes=1, who="rank 1")
@@ -201,7 +200,7 @@ def test_the_last_numbers_are_waited_for_behind_a_message_under_way(tmp_path, mo
 
 def test_a_receiver_that_never_answers_holds_up_nothing(tmp_path, monkeypatch, receiver):
     """It accepts and is silent: steps go on, and the end of a run waits for a few seconds at most."""
-    monkeypatch.setattr(operations, "RECEIVER_SECONDS", 0.5)
+    monkeypatch.setattr(trackers, "RECEIVER_SECONDS", 0.5)
     silent = threading.Event()
 
     class Silent(BaseHTTPRequestHandler):
