@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, update_wrapper
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pretraining.errors import UserError, did_you_mean, nearest
 from pretraining.extend import MODEL_KEYS, model_extension
@@ -310,35 +310,26 @@ def checked_model(model: dict, where: str) -> dict:
     return check(model, {**schema, "additionalProperties": "of_user" in entry}, where, "model", schema_file())
 
 
-class Common:
-    """A key that every type has, under a name of its own."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, model: dict | None, owner: type) -> Any:
-        return self if model is None else value_of(model, self.name)
-
-
 class Model(dict):
     """`model_type` and that configuration class's keyword arguments, verbatim: a dict of what the recipe gives.
 
     Attributes are what every type has, under the names that most of them use.
     """
 
-    hidden_size: int = Common()
-    num_hidden_layers: int = Common()
-    num_attention_heads: int = Common()
-    max_position_embeddings: int = Common()
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    vocab_size: int
+    """Rows of the embedding."""
 
-    @property
-    def model_type(self) -> str:
-        return self["model_type"]
+    if not TYPE_CHECKING:  # which takes no other names than these
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self["vocab_size"]
+        def __getattr__(self, name: str) -> Any:
+            if name not in Model.__annotations__:
+                raise AttributeError(name)
+            return value_of(self, name)
 
     @property
     def is_exact(self) -> bool:

@@ -7,11 +7,12 @@ transformers/optimization.py (a test compares the two), and of the optimizers wi
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretraining.errors import nearest
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.piecewise import POINTS, check_points
+from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Spikes
 from pretraining.schema import Wrong, check
 
@@ -180,57 +181,53 @@ ONE_OF = {
 """Keywords of which a schedule needs exactly one."""
 
 
-class Keyword:
-    """A keyword that this package reads: the recipe's value, or what TrainingArguments takes if it is left out."""
-
-    def __init__(self, default: Any = None):
-        self.default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, training: dict | None, owner: type) -> Any:
-        return self if training is None else training.get(self.name, self.default)
-
-
 class Training(dict):
     """TrainingArguments' keyword arguments, verbatim: a dict of what the recipe gives.
 
-    Attributes are the keywords that this package reads itself, with TrainingArguments' own defaults.
+    Attributes are the keywords that this package reads itself, with TrainingArguments' own defaults, which
+    recipes/schema.json holds.
     """
 
-    per_device_train_batch_size: int = Keyword(8)
+    per_device_train_batch_size: int
     """Sequences per rank and forward pass."""
-    per_device_eval_batch_size: int = Keyword(8)
-    learning_rate: float = Keyword(5e-5)
+    per_device_eval_batch_size: int
+    learning_rate: float
     """The peak of the schedule."""
-    lr_scheduler_type: str = Keyword("linear")
-    lr_scheduler_kwargs: dict | None = Keyword()
-    warmup_steps: float = Keyword(0)
+    lr_scheduler_type: str
+    lr_scheduler_kwargs: dict | None
+    warmup_steps: float
     """Steps, or a share of the run below 1."""
-    weight_decay: float = Keyword(0.0)
-    max_grad_norm: float = Keyword(1.0)
-    optim: str = Keyword(DEFAULT_OPTIM)
-    optim_args: str | None = Keyword()
-    adam_beta1: float = Keyword(0.9)
-    adam_beta2: float = Keyword(0.999)
-    adam_epsilon: float = Keyword(1e-8)
-    seed: int = Keyword(42)
-    data_seed: int | None = Keyword()
+    weight_decay: float
+    max_grad_norm: float
+    optim: str
+    optim_args: str | None
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    seed: int
+    data_seed: int | None
     """Of the samples' order; None: `seed`."""
-    bf16: bool = Keyword(False)
-    fp16: bool = Keyword(False)
-    activation_checkpointing: bool | None = Keyword()
-    activation_checkpointing_kwargs: dict | None = Keyword()
-    use_liger_kernel: bool = Keyword(False)
-    logging_steps: float = Keyword(500)
-    eval_strategy: str = Keyword("no")
-    eval_steps: float | None = Keyword()
-    save_strategy: str = Keyword("steps")
-    save_steps: float = Keyword(500)
-    report_to: str | list[str] = Keyword("none")
-    dataloader_num_workers: int = Keyword(0)
-    dataloader_prefetch_factor: int | None = Keyword()
+    bf16: bool
+    fp16: bool
+    activation_checkpointing: bool | None
+    activation_checkpointing_kwargs: dict | None
+    use_liger_kernel: bool
+    logging_steps: float
+    eval_strategy: str
+    eval_steps: float | None
+    save_strategy: str
+    save_steps: float
+    report_to: str | list[str]
+    dataloader_num_workers: int
+    dataloader_prefetch_factor: int | None
+
+    if not TYPE_CHECKING:  # which takes no other names than these
+
+        def __getattr__(self, name: str) -> Any:
+            schema = schema_file()["properties"]["training"]["properties"].get(name)
+            if schema is None:
+                raise AttributeError(name)
+            return self.get(name, schema["default"])
 
     def unread(self) -> list[str]:
         """Say if validations have a cadence and are switched off, as they are by default."""

@@ -1,7 +1,7 @@
 """The recipe: strict, stated once, over a base or whole, and the same after being written and read again."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, re
 from pretraining.recipe.data import Dedup
 from pretraining.recipe.loading import OTHER_NAMES as NAMES_ELSEWHERE
 from pretraining.recipe.refusals import load_recipe_and_ds_config
-from pretraining.recipe.training import TRAINING_KEYS, Keyword, Training
+from pretraining.recipe.training import TRAINING_KEYS, Training
 from pretraining.schema import suggestion
 from tests.gear.runs import LLAMA, REPOSITORY, SMALL_RECIPE, execute
 
@@ -103,12 +103,13 @@ def test_a_recipe_written_and_read_again_is_the_same_run_and_the_trainer_takes_i
 
 
 def test_the_defaults_of_training_are_those_of_the_library():
-    """A keyword that is left out reads as TrainingArguments takes it: recipes/schema.json holds its defaults."""
-    properties = recipe_schema()["properties"]["training"]["properties"]
-    keywords = {name: each for name, each in vars(Training).items() if isinstance(each, Keyword)}
-    assert {name: each.default for name, each in keywords.items()} == {
-        name: properties[name]["default"] for name in keywords
-    }
+    """A keyword that is left out reads as TrainingArguments takes it, type and value."""
+    from transformers import TrainingArguments
+
+    own = {each.name: each.default for each in fields(TrainingArguments)}
+    found = {name: getattr(Training(), name) for name in Training.__annotations__}
+    assert len(found) > 20 and [repr(own[name]) for name in found] == [repr(each) for each in found.values()]
+    assert Training(seed=7).seed == 7 and not hasattr(Training(), "sead")
 
 
 def test_a_section_written_and_read_again_is_the_same():
