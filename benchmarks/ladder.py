@@ -118,12 +118,15 @@ def ladder_of(options: argparse.Namespace, name: str, settings: dict, **asked):
 
 
 def members_of(recipe, folder: Path, **asked) -> list:
-    """Return the members of the recipe's family at its own width and tokens, if the choices say nothing else."""
-    from pretraining.ladder.family import Choices, family_of
+    """Return the members of the recipe's family at its own width and tokens, unless `asked` says otherwise."""
+    from pretraining.ladder.__main__ import parse
+    from pretraining.ladder.family import family_of
     from pretraining.recipe.model import value_of
 
     own = {"widths": (value_of(recipe.model, "hidden_size"),), "points": 1, "longest": 1.0}
-    members = family_of(recipe, Choices(**{**own, **asked}), folder / "recipes")
+    options = parse([str(recipe.path)])
+    vars(options).update(own | asked)
+    members = family_of(recipe, options, folder / "recipes")
     for member in members:
         member.write()
     return members

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from pretraining.errors import UserError, one_line_errors
 from pretraining.ladder import answers
 from pretraining.ladder.family import (
     WIDEST,
-    Choices,
     Rung,
     check_begun,
     commands_of,
@@ -88,12 +86,11 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
     # a wrong name is no surprise after hours
     rival = options.against and read_ladder(str(options.against.absolute()))
     if not options.show:
-        choices = Choices(**{each.name: getattr(options, each.name) for each in fields(Choices)})
         # all of them are checked before a file is written
-        members = family_of(target, choices, folder.absolute() / "recipes")
+        members = family_of(target, options, folder.absolute() / "recipes")
         rungs = rungs_of(members, folder, options)
         check_enough(np.array([[rung.member.parameters, rung.tokens] for rung in rungs], dtype=float).T)
-        costs = costs_of(rungs, target, options.gpu and find_gpu(options.gpu), choices.world_size)
+        costs = costs_of(rungs, target, options.gpu and find_gpu(options.gpu), options.world_size)
         if options.plan:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
             return FINISHED, folder
@@ -207,7 +204,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         ("batches", factors, "A,B,...", "the same of the tokens of a step"),
         ("world_size", gpu_count, "N", "processes of each run (1)"),
     ):
-        add(f"--{name}", type=kind, default=getattr(Choices, name), metavar=metavar, help=what)
+        add(f"--{name}", type=kind, metavar=metavar, help=what)
+    parser.set_defaults(sizes=4, points=3, up_to=0.01, longest=2.0, world_size=1)
+    parser.set_defaults(widths=(), rates=(1.0,), batches=(1.0,))
     add("--plan", action="store_true", help="print what the ladder takes, and exit")
     add("--gpu", metavar="NAME", help="plan hours and dollars on this kind of GPU")
     add_starting_arguments(parser, "each run that can begin")
@@ -228,7 +227,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         raise UserError(f"--sizes {options.sizes}, --points {options.points}: at most 40 of each")
     if options.up_to > 1:
         raise UserError(f"--up_to {options.up_to:g}: a share of the recipe's FLOPs, at most 1")
-    if options.widths and (options.sizes, options.up_to) != (Choices.sizes, Choices.up_to):
+    said = [name for name in ("sizes", "up_to") if getattr(options, name) != parser.get_default(name)]
+    if options.widths and said:
         raise UserError("--widths: name the sizes, so that --sizes and --up_to say nothing; leave them out")
     if options.dollars and not options.gpu:
         raise UserError("--dollars needs --gpu NAME: what they buy depends on it")

@@ -73,24 +73,6 @@ MEMBER = "A member of the ladder of"
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What the user asks of a family."""
-
-    sizes: int = 4
-    points: int = 3
-    """Token counts of each size, each twice the one before."""
-    up_to: float = 0.01
-    """FLOPs of the largest run, as a share of the recipe's."""
-    longest: float = 2.0
-    """Tokens per parameter of the largest size's longest run, over the recipe's; each size reads as many tokens."""
-    widths: tuple[int, ...] = ()
-    rates: tuple[float, ...] = (1.0,)
-    batches: tuple[float, ...] = (1.0,)
-    """Factors of each size's own rate and batch."""
-    world_size: int = 1
-
-
-@dataclass(frozen=True)
 class Member:
     """One size at one rate and batch: its longest run, and where the others branch off."""
 
@@ -116,8 +98,10 @@ class Member:
         return self.name == self.size
 
 
-def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
+def family_of(target: Recipe, asked: argparse.Namespace, folder: Path) -> list[Member]:
     """Make every member, a recipe of `folder`: the smallest first, of a size its own rate and batch first.
+
+    asked: the options of the ladder's command.
 
     Raises:
         UserError: there are no such sizes, or one of them is no recipe.
@@ -127,15 +111,15 @@ def family_of(target: Recipe, choices: Choices, folder: Path) -> list[Member]:
         raise UserError(f"model.initial_weights: {what}")
     members: list[Member] = []
     seen: dict[tuple, str] = {}
-    shapes = {f"w{width}": shaped_recipe(target, width) for width in _widths(target, choices)}
+    shapes = {f"w{width}": shaped_recipe(target, width) for width in _widths(target, asked)}
     # all sizes read as many tokens: if tokens grew with the size, no law could tell which of the two helped
     largest = max(model_size(shaped.model).matmul for shaped in shapes.values())
-    tokens = choices.longest * largest / model_size(target.model).matmul
+    tokens = asked.longest * largest / model_size(target.model).matmul
     for size, shaped in shapes.items():
-        for factors in sorted(product(choices.rates, choices.batches), key=lambda each: each != (1.0, 1.0)):
+        for factors in sorted(product(asked.rates, asked.batches), key=lambda each: each != (1.0, 1.0)):
             parts = [f"-{what}{factor:g}" for what, factor in zip(("rate", "batch"), factors, strict=True)]
             name = size + "".join(part for part, factor in zip(parts, factors, strict=True) if factor != 1)
-            values, branches = _member(shaped, target, choices, factors, tokens)
+            values, branches = _member(shaped, target, asked, factors, tokens)
             values["name"] = f"{target.name}-{name}"
             recipe = recipe_of(values, folder / f"{name}.json")
             dials = size, recipe.tokens_per_step, recipe.training.learning_rate
@@ -164,16 +148,16 @@ def shape_notes(target: Recipe, members: list[Member]) -> list[str]:
     return [f"{what}: widths that are multiples of {unit} keep the shape"] if off else []
 
 
-def _widths(target: Recipe, choices: Choices) -> list[int]:
-    if choices.widths:
-        return sorted(choices.widths)
-    most = matmul_parameters(target) * math.sqrt(choices.up_to / choices.longest)
+def _widths(target: Recipe, asked: argparse.Namespace) -> list[int]:
+    if asked.widths:
+        return sorted(asked.widths)
+    most = matmul_parameters(target) * math.sqrt(asked.up_to / asked.longest)
     widest, unit = width_for(target, most), _unit(target)
-    spread = [SPAN ** (number / max(1, choices.sizes - 1) - 1) for number in range(choices.sizes)]
+    spread = [SPAN ** (number / max(1, asked.sizes - 1) - 1) for number in range(asked.sizes)]
     widths = sorted({max(unit, round(widest * share / unit) * unit) for share in spread})
-    if len(widths) < choices.sizes:
+    if len(widths) < asked.sizes:
         what = f"leaves room for {len(widths)} widths ({', '.join(map(str, widths))})"
-        raise UserError(f"--up_to {choices.up_to:g}: {what}; raise it, take fewer --sizes, or name --widths")
+        raise UserError(f"--up_to {asked.up_to:g}: {what}; raise it, take fewer --sizes, or name --widths")
     return widths
 
 
@@ -237,7 +221,7 @@ def _shape(target: Recipe, width: int) -> list[str]:
 
 
 def _member(
-    shaped: Recipe, target: Recipe, choices: Choices, factors: tuple[float, float], tokens: float
+    shaped: Recipe, target: Recipe, asked: argparse.Namespace, factors: tuple[float, float], tokens: float
 ) -> tuple[dict, tuple[tuple[int, int], ...]]:
     """Return the whole recipe of a size at these factors of rate and batch, and its branches.
 
@@ -249,10 +233,10 @@ def _member(
     tokens: of the longest run, over the target's.
     """
     size, whole = model_size(shaped.model), model_size(target.model)
-    law, doublings = table("scaling_laws")["step_law"], 2 ** (choices.points - 1)
+    law, doublings = table("scaling_laws")["step_law"], 2 ** (asked.points - 1)
     shortest, middle = tokens / doublings, tokens / math.sqrt(doublings)
     wanted = target.samples_per_step * shortest ** law["batch_tokens"]["tokens"]
-    samples, own = (_whole_batch(wanted * factor, target, choices.world_size) for factor in (factors[1], 1.0))
+    samples, own = (_whole_batch(wanted * factor, target, asked.world_size) for factor in (factors[1], 1.0))
     # the rate goes with the root of the batch, as Adam wants it: in the law, and with what is rounded of the batch
     rate = shortest ** law["learning_rate"]["tokens"] * math.sqrt(own / wanted)
     values, mup = shaped.to_dict(), target.mup.to_dict()
@@ -290,7 +274,7 @@ def _member(
         "logging_steps": max(1, first // 4),
         "report_to": "none",
         "per_device_train_batch_size": max(
-            n for n in range(1, target.micro_batch + 1) if samples // choices.world_size % n == 0
+            n for n in range(1, target.micro_batch + 1) if samples // asked.world_size % n == 0
         ),
     }
     # tasks are scored at the end alone
@@ -299,7 +283,7 @@ def _member(
     values["extensions"] = [
         str(each.path.absolute()) if each.is_file else each.module for each in shaped.extensions
     ]
-    return values, tuple((first * 2**n, falls * 2**n) for n in range(choices.points - 1))
+    return values, tuple((first * 2**n, falls * 2**n) for n in range(asked.points - 1))
 
 
 def _whole_batch(wanted: float, target: Recipe, world_size: int) -> int:
