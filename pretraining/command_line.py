@@ -65,7 +65,9 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         near = ""
         if unknown := re.fullmatch(r"unrecognized arguments: (--[\w-]+).*", message, re.DOTALL):
-            near = nearest(unknown[1], re.findall(r"--[\w-]+", self.format_usage()))
+            # without the dashes, which are alike in all of them
+            names = re.findall(r"(?<=--)[\w-]+", self.format_usage())
+            near = nearest(unknown[1].strip("-"), names).replace("mean '", "mean '--")
         raise UserError(f"{message}{near} (see {self.prog} --help)")
 
 

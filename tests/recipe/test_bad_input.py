@@ -15,6 +15,7 @@ from pretraining.command_line import parse_train_arguments, started_by_launcher
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
+from pretraining.ladder import __main__ as ladder
 from pretraining.recipe import load_recipe
 from tests.gear.runs import LAUNCHED, REPOSITORY, Finished, Started, Workshop, contents, execute
 
@@ -67,6 +68,7 @@ def test_a_mistake_in_the_recipe(train, changed):
     path = changed("training", learnin_rate=1)
     assert str(path) in refused(train("--recipe", path), message)
     refused(train("--set", "training.learnin_rate=1"), message)
+    refused(train("--set", "training.optim=adam"), "did you mean 'adamw_torch'?")  # no adalomo
 
 
 def test_a_recipe_that_is_not_there_or_not_json(train, tmp_path):
@@ -78,6 +80,8 @@ def test_a_recipe_that_is_not_there_or_not_json(train, tmp_path):
     assert finished.code == 2 and "unrecognized arguments: --stage 3" in finished.stderr
     with pytest.raises(UserError, match="unrecognized arguments: --worldsize 4; did you mean '--world_size'"):
         parse_train_arguments(["--recipe", "tiny", "--worldsize", "4"])
+    with pytest.raises(UserError, match=r"unrecognized arguments: --recipe \(see"):  # no --force
+        ladder.parse(["--recipe", "tiny"])
 
 
 def test_ranks_that_do_not_divide_the_step(train):
