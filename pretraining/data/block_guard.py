@@ -19,9 +19,7 @@ import numpy as np
 
 from pretraining.data.shards import TokenSplit
 from pretraining.outside.files import read_json_value
-from pretraining.recipe.data import source_names
 from pretraining.runtime.durable_files import append_row
-from pretraining.schema import display_path
 
 if TYPE_CHECKING:
     from pretraining.data.prepared import PreparedData
@@ -41,9 +39,8 @@ UNDECODABLE_SHARE = 0.05  # of the characters that are U+FFFD
 def open_guard(path: Path | None, data: "PreparedData", recipe: "Recipe") -> "BlockGuard":
     """Make the guard that lists degenerate blocks of the run in the file `path`; None if another rank lists them."""
     token_bytes = data.read_tokenizer(lambda folder: tokens_of_file(folder / "tokenizer.json"))
-    names = source_names(recipe.data, display_path(recipe.path))
     skips, ngrams = recipe.monitors.flagged_blocks == "skip", recipe.monitors.repeated_ngrams
-    return BlockGuard(path, token_bytes, names, skips, ngrams)
+    return BlockGuard(path, token_bytes, recipe.data.source_names, skips, ngrams)
 
 
 class BlockGuard:

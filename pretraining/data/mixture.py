@@ -9,7 +9,7 @@ from pretraining.data.documents import count_blocks
 from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.recipe.data import WishedStage, is_mixed, read_stages, run_shares, source_names
+from pretraining.recipe.data import WishedStage, is_mixed, read_stages, run_shares
 from pretraining.schema import display_path, problem
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def build_mixture(
 ) -> SourceMixture | None:
     """Build the recipe's mixture over the prepared splits, for a run of `num_samples` samples; None if it has none.
 
-    Raises UserError for a source too small for one block or for its share, and for what `read_stages` refuses.
+    Raises UserError for a source too small for one block or for its share.
     """
     where, length, packing = display_path(recipe.path), recipe.sequence_length, recipe.data.packing
-    names = source_names(recipe.data, where)
+    names = recipe.data.source_names
     if not is_mixed(recipe.data):
         _check_epochs_of_stream(recipe, count_blocks(train, length, packing), num_samples, where)
         return None
@@ -101,7 +101,7 @@ def build_mixture(
     trained, judged = open_by_source(train), open_by_source(validation)
     splits = [large_enough(trained.get(source), name, length, where) for source, name in enumerate(names)]
     sizes = [count_blocks(split, length, packing) for split in splits]
-    wished = read_stages(recipe.data, names, sizes, num_samples, length, where)
+    wished = read_stages(recipe.data, sizes, num_samples, length)
     interleaving = Interleaving([InterleavedStage.of(*stage) for stage in wished])
     # A source may have no document in validation, and one that has the name of a validation source is judged by that.
     held_out = [judged[n].num_tokens if n in judged else 0 for n in range(len(names))]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pretraining.data.checksums import content_fingerprint, digest_of_documents
 from pretraining.errors import UserError
-from pretraining.recipe.data import TEXT_OF_CROPPED, read_stages, run_shares, source_names
-from pretraining.schema import display_path
+from pretraining.recipe.data import TEXT_OF_CROPPED, read_stages, run_shares
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,15 +53,14 @@ def portions_of(recipe: "Recipe") -> list[Portion | None]:
     needed: list[int | None] = [None] * len(recipe.data.sources)
     if recipe.data.prepare == "budget":
         # The tokens of training that the run reads of each source if it repeats none.
-        samples, where = recipe.num_samples, display_path(recipe.path)
+        samples = recipe.num_samples
         draws = [samples]
         if len(needed) > 1:
             # numpy takes a while to import, and most preparations are found finished.
             from pretraining.data.interleaving import InterleavedStage, Interleaving
 
             # The shares are written in the recipe (`check_mixture`), so that any sizes will do.
-            names, sizes = source_names(recipe.data, where), [1] * len(needed)
-            stages = read_stages(recipe.data, names, sizes, samples, recipe.sequence_length, where)
+            stages = read_stages(recipe.data, [1] * len(needed), samples, recipe.sequence_length)
             drawn = Interleaving([InterleavedStage.of(*stage) for stage in stages]).realised(samples)
             # Shares are rounded to a grid: enough for them as written, and as they are drawn.
             shares = zip(run_shares(stages, samples), drawn, strict=True)

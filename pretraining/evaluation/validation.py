@@ -33,7 +33,7 @@ from pretraining.evaluation.sampling import SamplingCallback, evaluation_mode
 from pretraining.extend import all_of
 from pretraining.planning.memory.activations import VALIDATED_AT_ONCE
 from pretraining.recipe import Recipe
-from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
+from pretraining.recipe.data import is_mixed, read_stages, run_shares
 from pretraining.runtime.metric_names import OF_AVERAGE, perplexity
 from pretraining.runtime.process_group import RankGroups, from_rank_0, gather_from_ranks, rank_groups
 from pretraining.runtime.run_folder import RunFolder, first_step, is_validated, read_events
@@ -75,14 +75,14 @@ def validation_sets(data: PreparedData, recipe: Recipe) -> list[ValidationSet]:
     The sources of `data.validation` are measured beside the held-out share; without a share, they are the validation.
     """
     where, length = display_path(recipe.path), recipe.sequence_length
-    names, parts = source_names(recipe.data, where), open_by_source(data.validation)
+    names, parts = recipe.data.source_names, open_by_source(data.validation)
     shares = [Fraction(0)] * len(names)
     if is_mixed(recipe.data):
         # What the mixture promises each source over the whole run.
         train, packing = open_by_source(data.train), recipe.data.packing
         read = [train.get(number) for number in range(len(names))]
         sizes = [0 if split is None else count_blocks(split, length, packing) for split in read]
-        wished = read_stages(recipe.data, names, sizes, recipe.num_samples, length, where)
+        wished = read_stages(recipe.data, sizes, recipe.num_samples, length)
         shares = run_shares(wished, recipe.num_samples)
     share_of = dict(zip(names, shares, strict=False))
     held_out = {number: part for number, part in parts.items() if number < len(names)}

@@ -28,12 +28,14 @@ from pretraining.planning.sizes import (
     wide_tensors,
 )
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe, recipe_schema
+from pretraining.recipe.data import check_mixture
 from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import Model
 from pretraining.recipe.published import read_published
 from pretraining.recipe.refusals import checked_ds_config, load_recipe_and_ds_config
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.table import Column, facts, write_table
+from pretraining.schema import refuse_first
 
 # bytes an element
 SIXTEEN_BIT, FP32 = 2, 4
@@ -285,6 +287,9 @@ def setup_of(options: argparse.Namespace) -> Setup | BareSize:
         # a command that is written for this recipe must contain the tokens too
         overrides = (*recipe.overrides, f"budget.tokens={whole}")
         recipe = replace(recipe, budget=replace(recipe.budget, tokens=whole), overrides=overrides)
+        # stages may end at a number of tokens
+        wrong = check_mixture(recipe.data, recipe.num_samples, recipe.sequence_length)
+        refuse_first(wrong, f"--tokens {tokens:g}")
     return Setup(recipe, ds_config, ranks)
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from pretraining.errors import nearest
 from pretraining.recipe.section import TEXT, Section, described, key
-from pretraining.schema import Wrong, problem
+from pretraining.schema import Wrong
 
 END_OF_TEXT = "<|endoftext|>"
 """What closes a document, in a tokenizer that is trained here."""
@@ -296,6 +296,11 @@ class Data(Section):
         return self.tokenizer.get("train_vocab_size", units)
 
     @property
+    def source_names(self) -> list[str]:
+        """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
+        return [source.called for source in self.sources]
+
+    @property
     def text_origins(self) -> list[tuple[str, TextOrigin]]:
         """(dotted key, entry) of all that is read: the sources, and behind them those of validation."""
         own = self.validation.sources if self.validation else []
@@ -310,7 +315,7 @@ class Data(Section):
 
         A set that is too small for one block has no number all the same.
         """
-        training = [source.called for source in self.sources]
+        training = self.source_names
         own = [source.called for source in self.validation.sources] if self.validation else []
         # Names that are alike, which only data without a mixture may have, tell nothing apart.
         held_out = training if self.validation_share and len(set(training)) == len(training) > 1 else []
@@ -389,21 +394,6 @@ def is_mixed(data: Data) -> bool:
     return weighted or data.mixture is not None
 
 
-def source_names(section: Data, where: str) -> list[str]:
-    """What the recipe calls its sources: the name, else the last part of the path or data set's name."""
-    names = [source.called for source in section.sources]
-    # without a mixture nothing refers to a source by its name
-    for number, name in enumerate(names if is_mixed(section) else ()):
-        key = f"data.sources.{number}.name"
-        if name in names[:number]:
-            what = f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
-            raise problem(where, key, what)
-        if name == "mixture":
-            what = "is 'mixture', which is what validations call the whole mixture; give it another name"
-            raise problem(where, key, what)
-    return names
-
-
 def run_shares(wished: Sequence[WishedStage], num_samples: int) -> list[Fraction]:
     """The share of each source in a run of `num_samples` blocks, over all its stages: [sources], summing to one."""
     stops = [num_samples if stage.stop is None else stage.stop for stage in wished]
@@ -414,18 +404,70 @@ def run_shares(wished: Sequence[WishedStage], num_samples: int) -> list[Fraction
     return [sum(column) / num_samples for column in zip(*drawn, strict=True)]
 
 
-def check_mixture(data: Data, num_samples: int, sequence_length: int, where: str) -> Wrong:
+def check_mixture(data: Data, num_samples: int, sequence_length: int) -> Wrong:
     """A mixture is right as far as that shows before its data, and thus its sources' sizes, are there."""
-    names = source_names(data, where)
+    names = data.source_names
+    # without a mixture nothing refers to a source by its name
+    for number, name in enumerate(names if is_mixed(data) else ()):
+        key = f"data.sources.{number}.name"
+        if name in names[:number]:
+            yield key, f"is {name!r} like that of source {names.index(name)}; give each a name of its own"
+        if name == "mixture":
+            yield key, "is 'mixture', which is what validations call the whole mixture; give it another name"
     if data.prepare == "budget" and not shares_are_written(data):
         what = (
             f"is budget, but the {len(names)} sources are read by size, which is known once all is prepared"
         )
         caps = "max_tokens of the sources, if they are large"
         yield "data.prepare", f"{what}; give every source a weight, or set prepare to all (and {caps})"
-    if is_mixed(data):
-        # sizes are not known yet; any will do, since only the shares depend on them
-        read_stages(data, names, [1] * len(names), num_samples, sequence_length, where)
+    if not is_mixed(data):
+        return
+    weights = [source.weight for source in data.sources]
+    for number, weight in enumerate(weights):
+        if weight is not None:
+            yield from _check_weight(weight, f"data.sources.{number}.weight")
+    if any(weights) and None in weights:
+        number = weights.index(None)
+        what = f"is missing for {names[number]!r}; give every source a weight, or none to mix by size"
+        yield f"data.sources.{number}.weight", what
+    if any(weights) and (temperature := (data.mixture and data.mixture.temperature) or 1) != 1:
+        what = f"is {temperature:g}, but the sources have weights; give a temperature or weights, not both"
+        yield "data.mixture.temperature", what
+    stages, start = (data.mixture and data.mixture.stages) or [MixtureStage()], 0
+    for number, stage in enumerate(stages):
+        key, until = f"data.mixture.stages.{number}", stage.until
+        if number == len(stages) - 1:
+            # 1 and the run's tokens mean the end as well
+            if until not in (None, 1, num_samples * sequence_length):
+                what = f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
+                yield f"{key}.until", what
+        elif until is None:
+            yield f"{key}.until", "is missing: a share of the run below 1, or a number of tokens"
+        else:
+            stop = block_of(until, num_samples, sequence_length)
+            if not start < stop < num_samples:
+                what = f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,}"
+                what += f" and the run's end at {num_samples:,} (blocks of {sequence_length:,} tokens)"
+                yield f"{key}.until", what
+            start = stop
+        for name, weight in (stage.weights or {}).items():
+            if name not in names:
+                hint = nearest(name, names) or f"; the sources are: {', '.join(names)}"
+                yield f"{key}.weights.{name}", f"names no source{hint}"
+            yield from _check_weight(weight, f"{key}.weights.{name}")
+        if stage.weights == {}:
+            yield f"{key}.weights", "is empty; give at least one source a weight"
+    for name in names:
+        if not any(stage.weights is None or name in stage.weights for stage in stages):
+            yield "data.mixture.stages", f"no stage reads the source {name!r}; name it in one"
+
+
+def _check_weight(weight: object, key: str) -> Wrong:
+    # a bool is an int in Python
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 < weight < float("inf"):
+        what = f"is {weight!r}; a weight is a number above zero (leave a source out to have it not read)"
+        yield key, what
 
 
 def shares_are_written(data: Data) -> bool:
@@ -446,87 +488,27 @@ def num_unique_tokens(data: Data, num_samples: int, sequence_length: int) -> int
         return min([num_tokens, *([sum(cap or 0 for cap in caps)] if all(caps) else [])])
     if len(caps) == 1:
         return min(num_tokens, caps[0] or num_tokens)
-    names = [source.called for source in data.sources]
-    stages = read_stages(data, names, [1] * len(names), num_samples, sequence_length, "")
+    stages = read_stages(data, [1] * len(caps), num_samples, sequence_length)
     drawn = [share * num_samples for share in run_shares(stages, num_samples)]
     tokens = [int(samples * num_tokens / num_samples) for samples in drawn]
     return sum(min(read, cap or num_tokens) for read, cap in zip(tokens, caps, strict=True))
 
 
 def read_stages(
-    data: Data, names: list[str], sizes: list[int], num_samples: int, sequence_length: int, where: str
+    data: Data, sizes: Sequence[int], num_samples: int, sequence_length: int
 ) -> list[WishedStage]:
-    """The stages of a run of `num_samples` blocks over sources of `sizes` blocks, in the order of `names`.
-
-    `UserError` for a weight that is not a number above zero, names no source or is given for some sources only; a stage
-    that does not begin where the one before it ends; a source that no stage reads.
-    """
-    base = _base_shares(data, names, sizes, where)
-    stages = (data.mixture and data.mixture.stages) or [MixtureStage()]
-    wished, start = [], 0
-    for number, stage in enumerate(stages):
-        key, until, stop = f"data.mixture.stages.{number}", stage.until, None
-        if number == len(stages) - 1:
-            # 1 and the run's tokens mean the end as well
-            if until not in (None, 1, num_samples * sequence_length):
-                what = f"is {until:g}, but the last stage goes on to the end of the run; leave it out or add a stage"
-                raise problem(where, f"{key}.until", what)
-        elif until is None:
-            what = "is missing: a share of the run below 1, or a number of tokens"
-            raise problem(where, f"{key}.until", what)
-        else:
-            # stages begin and end at whole blocks
-            stop = block_of(until, num_samples, sequence_length)
-            if not start < stop < num_samples:
-                what = f"is {until:g}: that is block {stop:,}, which must lie between the stage's start at {start:,}"
-                what += f" and the run's end at {num_samples:,} (blocks of {sequence_length:,} tokens)"
-                raise problem(where, f"{key}.until", what)
-        weights = stage.weights
-        shares = base if weights is None else _named_shares(weights, names, where, f"{key}.weights")
-        wished.append(WishedStage(start, stop, shares))
-        start = stop
-    for number, name in enumerate(names):
-        if not any(stage.shares[number] for stage in wished):
-            raise problem(where, "data.mixture.stages", f"no stage reads the source {name!r}; name it in one")
-    return wished
-
-
-def _base_shares(data: Data, names: list[str], sizes: list[int], where: str) -> list[Fraction]:
-    """By the sources' own weights, or else by size and temperature."""
+    """The stages of a run of `num_samples` blocks over sources of `sizes` blocks. `check_mixture` comes before."""
     weights = [source.weight for source in data.sources]
-    temperature = (data.mixture and data.mixture.temperature) or 1
-    for number, weight in enumerate(weights):
-        if weight is not None:
-            _check_weight(weight, where, f"data.sources.{number}.weight")
-    if all(weight is None for weight in weights):
-        return shares_of_sizes(sizes, temperature)
-    if None in weights:
-        number = weights.index(None)
-        what = f"is missing for {names[number]!r}; give every source a weight, or none to mix by size"
-        raise problem(where, f"data.sources.{number}.weight", what)
-    if temperature != 1:
-        what = f"is {temperature:g}, but the sources have weights; give a temperature or weights, not both"
-        raise problem(where, "data.mixture.temperature", what)
-    return exact_shares(weights)
-
-
-def _named_shares(weights: dict, names: list[str], where: str, key: str) -> list[Fraction]:
-    for name, weight in weights.items():
-        if name not in names:
-            hint = nearest(name, names) or f"; the sources are: {', '.join(names)}"
-            raise problem(where, f"{key}.{name}", f"names no source{hint}")
-        _check_weight(weight, where, f"{key}.{name}")
-    if not weights:
-        raise problem(where, key, "is empty; give at least one source a weight")
-    return exact_shares([weights.get(name, 0) for name in names])
-
-
-def _check_weight(weight, where: str, key: str) -> None:
-    # a bool is an int in Python
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not 0 < weight < float("inf"):
-        what = f"is {weight!r}; a weight is a number above zero (leave a source out to have it not read)"
-        raise problem(where, key, what)
+    temperature = data.mixture and data.mixture.temperature
+    base = shares_of_sizes(sizes, temperature or 1) if None in weights else exact_shares(weights)
+    stages = (data.mixture and data.mixture.stages) or [MixtureStage()]
+    # stages begin and end at whole blocks
+    borders = [block_of(stage.until, num_samples, sequence_length) for stage in stages[:-1]]
+    wished = []
+    for stage, start, stop in zip(stages, [0, *borders], [*borders, None], strict=True):
+        own = stage.weights and exact_shares([stage.weights.get(name, 0) for name in data.source_names])
+        wished.append(WishedStage(start, stop, own or base))
+    return wished
 
 
 def block_of(until: float, num_samples: int, sequence_length: int) -> int:

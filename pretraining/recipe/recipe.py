@@ -265,7 +265,7 @@ class Recipe:
         yield from check_schedule(self.budget, self.training, self.num_steps, where, schedules)
         yield from self.optimizer.check_course(self.num_steps)
         yield from check_judged(self.budget, self.training, self.monitors.spikes)
-        yield from check_mixture(self.data, self.num_samples, length, where)
+        yield from check_mixture(self.data, self.num_samples, length)
         yield from check_mup(self.mup, model, self.weights.draw or ())
         # a tokenizer that is trained here has no more tokens than the model has rows
         if (fewest := self.data.fewest_ids) > model.vocab_size:

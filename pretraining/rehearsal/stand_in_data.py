@@ -13,7 +13,7 @@ from pretraining.data.manifest import FORMAT
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit, token_dtype
 from pretraining.recipe import Recipe
-from pretraining.recipe.data import is_mixed, read_stages, run_shares, source_names
+from pretraining.recipe.data import is_mixed, read_stages, run_shares
 
 SHARD_TOKENS = 1 << 27
 DOCUMENT_TOKENS = 1000
@@ -65,8 +65,7 @@ def stand_in_data(recipe: Recipe, folder: Path) -> StandInData:
     # {source: the tokens that the run needs of it}, with `max_epochs` and rounding allowed for
     length, total = recipe.sequence_length, recipe.num_samples
     if is_mixed(recipe.data):
-        names = source_names(recipe.data, "")
-        stages = read_stages(recipe.data, names, [1] * len(names), total, length, "")
+        stages = read_stages(recipe.data, [1] * len(recipe.data.sources), total, length)
         read = zip(run_shares(stages, total), recipe.data.sources, strict=True)
         blocks = [ceil(total * float(share) / (source.max_epochs or 1)) + 2 for share, source in read]
     else:

@@ -23,11 +23,10 @@ from pretraining.extend import all_of
 from pretraining.planning.costs import price_of
 from pretraining.planning.run_plan import RunPlan
 from pretraining.recipe import Recipe
-from pretraining.recipe.data import is_mixed, source_names
+from pretraining.recipe.data import is_mixed
 from pretraining.recipe.model import has_experts
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import display_path
 from pretraining.training.activations import ActivationsCallback
 from pretraining.training.arrival import Arrival
 from pretraining.training.experts import ExpertLoad
@@ -72,7 +71,7 @@ class RunMonitors:
             if recipe.monitors.expert_load or rate:
                 self.experts = [ExpertLoad(run, rate, recipe.monitors.expert_load)]
         separate = recipe.monitors.source_loss and is_mixed(recipe.data)
-        self.sources = [SourceLoss(source_names(recipe.data, str(recipe.path)))] if separate else []
+        self.sources = [SourceLoss(recipe.data.source_names)] if separate else []
         settings = recipe.monitors.profile
         self.profile = [] if settings is None else [ProfileCallback(run, settings)]
         self.speed = SpeedMeter.of(recipe, plan.world_size, start.progress(recipe))
@@ -151,7 +150,7 @@ def step_origins(
     `inspect --sample` takes them. documents: the document in which each of the first `_MOST_SAMPLES` blocks starts.
     flagged: what the guard found in blocks of the step. steps_before: steps of the run before the dataset begins.
     """
-    names = source_names(recipe.data, display_path(recipe.path))
+    names = recipe.data.source_names
     tokens_at, length = recipe.step_sizes.tokens_at, recipe.sequence_length
 
     def origins(step: int) -> dict:

@@ -18,7 +18,8 @@ from pretraining.data.packed_dataset import PackedDataset, build_training_datase
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data, exact_shares, shares_of_sizes
+from pretraining.recipe.data import Data, check_mixture, exact_shares, shares_of_sizes
+from pretraining.schema import refuse_first
 from tests.gear.finished_data import entry_of_sources
 
 LENGTH = 8
@@ -209,6 +210,7 @@ def test_a_mixture_that_cannot_be_is_one_line(prepared, case):
     """What, where, what to do."""
     recipe, message = REFUSED[case]
     with pytest.raises(UserError) as error:
+        refuse_first(check_mixture(recipe.data, 800, LENGTH), "mixed.json")  # when the recipe is read
         open_run(prepared, recipe)
     assert message in str(error.value) and str(error.value).startswith("mixed.json: ")
 
