@@ -3,7 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, nearest
 from pretraining.runtime.installation import REPOSITORY
@@ -59,12 +59,12 @@ SUPPORTED_VALUES = {
 """{dotted key: (its values that work here, why others do not)}"""
 
 DEGREES = {
-    "tensor": ("tensor_parallel", "autotp_size"),
-    "sequence": ("sequence_parallel_size",),
-    "expert": ("expert_parallel", "autoep_size"),
-    "hpz": ("zero_optimization", "zero_hpz_partition_size"),
+    "tensor": "tensor_parallel.autotp_size",
+    "sequence": "sequence_parallel_size",
+    "expert": "expert_parallel.autoep_size",
+    "hpz": "zero_optimization.zero_hpz_partition_size",
 }
-"""{degree, as in `--deepspeed zero3:sequence=4`: the key of a ds_config that holds it}, DeepSpeed's own."""
+"""{degree, as in `--deepspeed zero3:sequence=4`: the dotted key of a ds_config that holds it}, DeepSpeed's own."""
 REDUCE = "reduce"
 """As in `--deepspeed zero2:reduce=fp32`: the type in which gradients are added up over the ranks."""
 
@@ -95,24 +95,24 @@ class Degrees(NamedTuple):
 NOT_SPLIT = Degrees()
 
 
+def value_at(config: dict | None, dotted: str) -> Any:
+    """Return the value of a dotted key; None without it, or without a block that holds it."""
+    value: Any = config
+    for name in dotted.split("."):
+        value = (value or {}).get(name)
+    return value
+
+
 def degrees_of(config: dict | None) -> Degrees:
-    degrees = {name: _degree(config, name) for name in Degrees._fields}
-    if not ((config or {}).get("expert_parallel") or {}).get("enabled", False):
+    degrees = {name: value_at(config, DEGREES[name]) or 1 for name in Degrees._fields}
+    if not value_at(config, "expert_parallel.enabled"):
         degrees["expert"] = 1
     return Degrees(**degrees)
 
 
 def hpz_ranks(config: dict | None) -> int:
     """Return how many ranks share the second copy of the weights (ZeRO++); 1: there is none."""
-    return _degree(config, "hpz")
-
-
-def _degree(config: dict | None, name: str) -> int:
-    *blocks, key = DEGREES[name]
-    values = config or {}
-    for block in blocks:
-        values = values.get(block) or {}
-    return values.get(key) or 1
+    return value_at(config, DEGREES["hpz"]) or 1
 
 
 def load_ds_config(name_or_path: str) -> dict:
@@ -185,9 +185,9 @@ def offloaded_share(config: dict | None) -> float:
 
 
 def _device(config: dict | None, block: str) -> str:
-    device = ((config or {}).get("zero_optimization", {}).get(block) or {}).get("device", "none")
+    device = value_at(config, f"zero_optimization.{block}.device")
     # DeepSpeed writes "none" for states that stay on the GPU
-    return "gpu" if device == "none" else device
+    return "gpu" if device in (None, "none") else device
 
 
 def _with_degree(config: dict, text: str) -> dict:
@@ -201,7 +201,7 @@ def _with_degree(config: dict, text: str) -> dict:
         raise UserError(f"deepspeed: {text}: there is no degree {name!r}{near}; {known}")
     if not value.isdecimal() or int(value) < 1:
         raise UserError(f"deepspeed: {text}: {value!r} is no number of ranks; write {name}=2")
-    *blocks, key = DEGREES[name]
+    *blocks, key = DEGREES[name].split(".")
     values = config = dict(config)
     for block in blocks:
         inner = values.get(block) or {}
@@ -259,13 +259,10 @@ def _unsupported(config: dict) -> Wrong:
         if values.get("device") == "nvme" and not values.get("nvme_path"):
             yield f"{key}.{block}.nvme_path", "is missing; device is nvme"
     for dotted, (supported, why) in SUPPORTED_VALUES.items():
-        *blocks, name = dotted.split(".")
-        values = config
-        for block in blocks:
-            values = values.get(block) or {}
-        if name in values and values[name] not in supported:
+        value = value_at(config, dotted)
+        if value is not None and value not in supported:
             # a block (zenflow) is too long for one line
-            shown = "set" if isinstance(values[name], dict) else json.dumps(values[name])
+            shown = "set" if isinstance(value, dict) else json.dumps(value)
             yield dotted, f"is {shown}, which is not supported: {why}; leave it out"
     if config.get("communication_data_type") == "fp32" and zero.get("zero_quantized_gradients"):
         what = "sends 4 bits, and communication_data_type is fp32; leave one out"

@@ -372,7 +372,8 @@ def rungs_of(members: Sequence[Member], folder: Path, options: argparse.Namespac
 
 def check_begun(rungs: Sequence[Rung]) -> None:
     """Refuse runs that another recipe has begun, or another way to validate, which branches keep: no law is both's."""
-    for rung in rungs:
+    # of a member's runs the first has its recipe
+    for rung in (each for each in rungs if not each.begins):
         own, file = results_of(rung.recipe.to_dict()), rung.member.recipe.path
         if file.exists() and MEMBER not in str(read_json(file).get("description")):
             raise UserError(f"{file}: is no member of a ladder; choose another --output_dir")

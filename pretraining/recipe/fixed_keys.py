@@ -34,15 +34,9 @@ OURS = ("data", "budget", "loss", "optimizer", "mup")
 # Keys whose default is not what was done before there were any.
 BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 
-# Keys of other sections that it depends on, and their defaults.
-BESIDE = {
-    ("speed", "fp8"): "none",
-    ("speed", "bf16_blocks"): [0, 0],
-    ("speed", "bf16_layers"): [],
-    ("speed", "bf16_decay"): False,
-    ("monitors", "flagged_blocks"): "log",
-    ("monitors", "repeated_ngrams"): None,
-}
+# Keys of other sections that it depends on.
+BESIDE = ("speed.fp8", "speed.bf16_blocks", "speed.bf16_layers", "speed.bf16_decay")
+BESIDE += ("monitors.flagged_blocks", "monitors.repeated_ngrams")
 
 # With other values of these, model, vocabulary and text are the same. --limit_tokens sets the share of the validation.
 SAME_TEXT = {"model.attn_implementation", "model.experts_implementation", "model.keep_in_fp32"}
@@ -89,8 +83,9 @@ def curve_parts(recipe: dict) -> dict:
     for section, values in written.items():
         parts |= {f"{section}.{key}": value for key, value in values.items()}
     # of these sections nothing else changes what is computed
-    for (section, key), default in BESIDE.items():
-        parts[f"{section}.{key}"] = recipe.get(section, {}).get(key, default)
+    for dotted in BESIDE:
+        section, _, key = dotted.partition(".")
+        parts[dotted] = recipe.get(section, {}).get(key, properties[section]["properties"][key]["default"])
     # by file name: a module that was moved is the same
     parts[EXTENSIONS] = {Path(e["module"]).name: e.get("digest") for e in recipe.get("extensions", ())}
     return {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
@@ -171,7 +166,7 @@ def check_allowed(key: str) -> str:
     properties, sections = schema["properties"], {*SECTIONS, *OURS}
     names = {f"{section}.{name}" for section in sections for name in properties[section]["properties"]}
     names |= {f"model.{name}" for model in known_types().values() for name in model["properties"]}
-    names |= {f"{section}.{name}" for section, name in BESIDE} | {*sections, DATA_FINGERPRINT, EXTENSIONS}
+    names |= {*BESIDE, *sections, DATA_FINGERPRINT, EXTENSIONS}
     whole = ".".join(key.split(".")[:2])
     if whole in NEUTRAL_KEYS:
         raise UserError(f"{key}: may change without it")

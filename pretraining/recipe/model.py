@@ -329,7 +329,7 @@ class Model(dict):
         def __getattr__(self, name: str) -> Any:
             if name not in Model.__annotations__:
                 raise AttributeError(name)
-            return value_of(self, name)
+            return self[name] if name in self else value_of(self, name)
 
     @property
     def is_exact(self) -> bool:
