@@ -27,10 +27,9 @@ from pretraining.recipe.data import is_mixed
 from pretraining.recipe.model import has_experts
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.activations import ActivationsCallback
 from pretraining.training.arrival import Arrival
 from pretraining.training.experts import ExpertLoad
-from pretraining.training.gradients import LayerNormsCallback, NoiseScaleCallback
+from pretraining.training.gradients import ActivationsCallback, LayerNormsCallback, NoiseScaleCallback
 from pretraining.training.hangs import HangCallback
 from pretraining.training.metrics import MetricsCallback, ProgressCallback, SourceLoss
 from pretraining.training.profile import PeakMemory, ProfileCallback

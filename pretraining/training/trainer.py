@@ -35,9 +35,8 @@ from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.runtime.processes import ignore_in_worker, kill_workers
 from pretraining.runtime.run_folder import is_validated
 from pretraining.training import optimizers
-from pretraining.training.activations import LogitClip
 from pretraining.training.arguments import collate_blocks, training_refusals
-from pretraining.training.gradients import Clipping
+from pretraining.training.gradients import Clipping, LogitClip
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import Muon
 from pretraining.training.stopping import StoppingCallback

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pretraining.model.abilities import built
-from pretraining.training.activations import LogitClip
+from pretraining.training.gradients import LogitClip
 from pretraining.upstream import attention_logits
 from pretraining.upstream.attention_logits import (
     WATCH,
