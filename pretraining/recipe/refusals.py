@@ -456,11 +456,7 @@ def _check_expert(recipe: Recipe, model: Model, ds_config: dict, degrees: Degree
     if not has_experts(model):
         raise UserError(f"{name}: is for mixtures of experts, not for {model.model_type}; leave it out")
     _refuse_unable(name, model, "expert")
-    experts = model[experts_key(model)]
-    if experts % size:
-        fitting = [each for each in range(1, experts + 1) if not experts % each]
-        nearest_size = min(fitting, key=lambda each: abs(each - size))
-        raise UserError(f"{name}: does not divide the {experts} experts; {nearest_size} does")
+    _refuse_uneven(name, size, {"experts": model[experts_key(model)]})
     if degrees.tensor > 1:
         raise UserError(f"{name}: is not tried beside tensor {degrees.tensor}; leave one of them out")
     if "nvme" in (parameter_device(ds_config), optimizer_device(ds_config)):
