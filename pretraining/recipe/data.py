@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
 from pathlib import PurePosixPath
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pretraining.errors import nearest
 from pretraining.recipe.section import TEXT, Section, described, key
@@ -462,7 +462,7 @@ def check_mixture(data: Data, num_samples: int, sequence_length: int) -> Wrong:
             yield "data.mixture.stages", f"no stage reads the source {name!r}; name it in one"
 
 
-def _check_weight(weight: object, key: str) -> Wrong:
+def _check_weight(weight: Any, key: str) -> Wrong:
     # a bool is an int in Python
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not 0 < weight < float("inf"):
