@@ -19,17 +19,7 @@ from pretraining.command_line import (
     positive_number,
 )
 from pretraining.errors import UserError, one_line_errors
-from pretraining.ladder import answers
-from pretraining.ladder.family import (
-    WIDEST,
-    Rung,
-    check_begun,
-    commands_of,
-    costs_of,
-    family_of,
-    measured,
-    rungs_of,
-)
+from pretraining.ladder import answers, family
 from pretraining.ladder.fit import check_enough
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
@@ -87,14 +77,14 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
     rival = options.against and read_ladder(str(options.against.absolute()))
     if not options.show:
         # all of them are checked before a file is written
-        members = family_of(target, options, folder.absolute() / "recipes")
-        rungs = rungs_of(members, folder, options)
+        members = family.family_of(target, options, folder.absolute() / "recipes")
+        rungs = family.rungs_of(members, folder, options)
         check_enough(np.array([[rung.member.parameters, rung.tokens] for rung in rungs], dtype=float).T)
-        costs = costs_of(rungs, target, options.gpu and find_gpu(options.gpu), options.world_size)
+        costs = family.costs_of(rungs, target, options.gpu and find_gpu(options.gpu), options.world_size)
         if options.plan:
             print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
             return FINISHED, folder
-        check_begun(rungs)
+        family.check_begun(rungs)
         if (folder / PAGE).exists() and not (folder / FILE).exists():
             raise UserError(f"{folder}: its {PAGE} is of no ladder; choose another --output_dir")
         if (folder / FILE).exists():
@@ -102,7 +92,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         for member in members:
             member.write()
         if options.commands:
-            print("\n".join(commands_of(rungs, options.launcher)))
+            print("\n".join(family.commands_of(rungs, options.launcher)))
             return FINISHED, folder
         with redirect_stdout(sys.stderr if options.json else sys.stdout):
             print(_costs_text(costs), flush=True)
@@ -111,7 +101,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         if left and not failures:
             print(f"{len(rungs) - len(left)} of {len(rungs)} runs are finished", file=sys.stderr)
             return code, folder
-        points, faults = measured(rungs)
+        points, faults = family.measured(rungs)
         faults += [f"{name}: {why}" for name, why in failures.items()]
         write_json(folder / FILE, answers.fitted(target, points, faults))
     ladder = read_ladder(str(folder.absolute()))
@@ -142,7 +132,9 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
     return code, folder
 
 
-def _start(rungs: list[Rung], folder: Path, options: argparse.Namespace, failures: dict[str, str]) -> int:
+def _start(
+    rungs: list[family.Rung], folder: Path, options: argparse.Namespace, failures: dict[str, str]
+) -> int:
     """Train what is not finished, or submit what can begin by now; returns the exit code."""
     if options.slurm is None:
         return train_all(rungs, options.launcher, failures, lambda rung: rung.branch_off(), "ladder")
@@ -176,8 +168,10 @@ def _numbers(kind: Callable[[str], float], text: str, own: tuple = ()) -> tuple:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:
         numbers = [0]
-    if not all(0 < number <= WIDEST for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0, to {WIDEST:,}, with commas")
+    if not all(0 < number <= family.WIDEST for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write numbers above 0, to {family.WIDEST:,}, with commas"
+        )
     return tuple(dict.fromkeys((*own, *numbers)))
 
 
