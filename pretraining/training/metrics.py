@@ -20,7 +20,7 @@ from pretraining.data.documents import IGNORED
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import append_row
 from pretraining.runtime.metric_names import grouped_names, perplexity
-from pretraining.runtime.process_group import gather_from_ranks, sum_over_ranks
+from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 from pretraining.runtime.wall_time import Goodput, Price
 from pretraining.training import throughput
@@ -117,7 +117,7 @@ class MetricsCallback(TrainerCallback):
             device["memory/reserved_bytes"] = torch.cuda.max_memory_reserved()
         # Linux reports ru_maxrss in KiB
         host_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        ranks = gather_from_ranks([own, host_peak, *device.values(), *gpu.values()])
+        ranks = self.stragglers.gather([own, host_peak, *device.values(), *gpu.values()])
         most = [max(column) for column in zip(*ranks, strict=True)]
         measured = {
             **rates,

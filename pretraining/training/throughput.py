@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pretraining.errors import UserError
 from pretraining.planning.gpus import FILE, find_gpu
@@ -224,9 +225,20 @@ class Stragglers:
     """
 
     def __init__(self) -> None:
+        _, self.world_size = rank_and_world_size()
         # gathered once: an event names the host of another rank without a collective
         self.hosts = gather_from_ranks(socket.gethostname())
-        self.slow_steps = [0] * len(self.hosts)
+        self.slow_steps = [0] * self.world_size
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        """Return the values of every rank, [ranks, values]. A collective."""
+        if self.world_size == 1:
+            return [values]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mine = torch.tensor(values, dtype=torch.float64, device=device)
+        gathered = torch.empty(self.world_size * len(values), dtype=torch.float64, device=device)
+        dist.all_gather_into_tensor(gathered, mine)
+        return gathered.view(self.world_size, len(values)).tolist()
 
     def judge(self, own_seconds: list[float], step_seconds: float, steps: int) -> list[dict]:
         """Return ranks that have just become slow, as {"rank", "host", "own_seconds", "median_seconds", "steps"}.
