@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pretraining.data.dedup.decontamination import build_index, merge_reports, read_evaluation_sets
+from pretraining.data.manifest import read_manifest
 from pretraining.errors import UserError
 from pretraining.recipe.data import Decontaminate
+from tests.data.test_data_prep import prepare, recipe_for, write_jsonl
 
 CHANCE = random.Random(0)
 VOCABULARY = [f"v{number}" for number in range(5000)]
@@ -24,6 +26,10 @@ def prose(num_words: int) -> str:
 
 def index_of(*texts: str, **settings):
     return build_index([("quiz", text) for text in texts], Decontaminate(**settings))
+
+
+def checked(index, texts: list[str]):
+    return index.check(texts, [f"text {number}" for number in range(len(texts))])
 
 
 def shout(text: str) -> str:
@@ -41,18 +47,19 @@ def test_a_planted_stretch_is_found_whatever_its_dress():
         " ".join([prose(9), *words[2:14], prose(9)]),
         "",
     ]
-    contaminated, report = index_of(QUESTION).check(texts)
+    contaminated, report = checked(index_of(QUESTION), texts)
     assert contaminated.tolist() == [True, False, True, False, False]
     assert report["dropped"] == report["sets"]["quiz"]["dropped"] == 2
     example = report["sets"]["quiz"]["examples"][1]
-    assert example["document"] == 2
+    assert example["where"] == "text 2"
     assert example["words"].split() == " ".join(words[2:15]).lower().split()
 
 
 def test_short_evaluation_texts_are_looked_for_whole():
     """8 to 12 words match as they are; fewer are counted and left out."""
     index = index_of(SHORT, "What is it", QUESTION)
-    contaminated, _ = index.check([prose(5) + " " + SHORT + " " + prose(5), prose(3) + " what is it", SHORT])
+    texts = [prose(5) + " " + SHORT + " " + prose(5), prose(3) + " what is it", SHORT]
+    contaminated, _ = checked(index, texts)
     assert contaminated.tolist() == [True, False, True]
     assert index.too_short == [1] and index.texts == [3]
 
@@ -60,7 +67,7 @@ def test_short_evaluation_texts_are_looked_for_whole():
 def test_a_share_keeps_documents_that_only_quote():
     """With a share, a long document that quotes one stretch stays and a copy goes."""
     quoting = prose(400) + " " + QUESTION
-    contaminated, report = index_of(QUESTION, share=0.5).check([quoting, QUESTION])
+    contaminated, report = checked(index_of(QUESTION, share=0.5), [quoting, QUESTION])
     assert contaminated.tolist() == [False, True]
     assert report["dropped"] == 1
 
@@ -79,17 +86,45 @@ def test_finds_are_those_of_plain_sets_of_words():
         for words in map(str.split, texts)
     ]
     assert 10 < sum(expected) < 110
-    contaminated, _ = index_of(*evaluation).check(texts)
+    contaminated, _ = checked(index_of(*evaluation), texts)
     assert contaminated.tolist() == expected
 
 
 def test_reports_of_pieces_add_up():
-    """The sum over pieces is the count of the whole; examples name their piece."""
+    """The sum over pieces is the count of the whole, examples too: five at most."""
     index = index_of(QUESTION, SHORT)
     pieces = [[QUESTION, prose(30)], [prose(30)], [SHORT, QUESTION]]
-    total = merge_reports(index.check(piece)[1] for piece in pieces)
+    total = merge_reports(checked(index, piece)[1] for piece in pieces)
     assert (total["documents"], total["dropped"], total["sets"]["quiz"]["dropped"]) == (5, 3, 3)
-    assert [example["piece"] for example in total["sets"]["quiz"]["examples"]] == [0, 2, 2]
+    examples = total["sets"]["quiz"]["examples"]
+    assert [example["where"] for example in examples] == ["text 0", "text 0", "text 1"]
+    assert merge_reports([total, total])["sets"]["quiz"] == {
+        "dropped": 6,
+        "examples": [*examples, *examples][:5],
+    }
+    assert merge_reports([]) == {"documents": 0, "dropped": 0, "sets": {}}
+
+
+@pytest.mark.parametrize("caps", [(None,), (2000, 6000)], ids=["before", "as read"])
+def test_examples_say_where_the_document_is(tmp_path, monkeypatch, caps):
+    """File and line, as those of filters do: whatever was left out before, and however the text was cut."""
+    monkeypatch.setattr("pretraining.data.corpus.BATCH_BYTES", 500)
+    for module in ("corpus", "preparation.plan"):
+        monkeypatch.setattr(f"pretraining.data.{module}.PIECE_BYTES", 3000)
+        monkeypatch.setattr(f"pretraining.data.{module}.TASK_PIECES", 2)
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "quiz.txt").write_text(QUESTION)
+    texts = [text for n in range(60) for text in ("short", prose(40) + (QUESTION if n in (4, 25) else ""))]
+    web = write_jsonl(tmp_path / "web.jsonl", texts)
+    cleaned = {"filters": [{"rule": "length", "min_words": 5}]}
+    cleaned["decontaminate"] = {"folder": str(tmp_path / "sets")}
+    for cap in caps:  # the second preparation goes on from the first
+        source = {"path": str(web), "max_tokens": cap}
+        manifest = read_manifest(prepare(tmp_path / "data", recipe_for(source, **cleaned)))
+    examples = manifest["decontamination"]["sets"]["quiz.txt"]["examples"]
+    # Within a file that is cut, nobody knows the number of the line.
+    byte = sum(map(len, web.read_bytes().splitlines(keepends=True)[:51]))
+    assert [example["where"] for example in examples] == [f"{web}:line 10", f"{web}:byte {byte}"]
 
 
 def test_a_folder_of_evaluation_sets_is_read(tmp_path):
@@ -139,4 +174,4 @@ def test_a_task_of_lm_eval_is_read(tmp_path, monkeypatch):
     found = list(read_evaluation_sets(tasks=[str(task)]))
     assert [text for _, text in found] == [QUESTION, "a pebble", "Question: " + QUESTION]
     index = build_index(found, Decontaminate())
-    assert np.all(index.check([prose(10) + QUESTION, prose(40)])[0] == [True, False])
+    assert np.all(checked(index, [prose(10) + QUESTION, prose(40)])[0] == [True, False])

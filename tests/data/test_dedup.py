@@ -198,12 +198,12 @@ def test_the_first_source_keeps_its_copy():
     """The keep-rule and its report: dropped within and between sources, with examples."""
     clusters = cluster([chain([(1, 4), (4, 5), (6, 7)])], 0.5)
     fates = assign_fates([np.zeros(count, bool) for count in (3, 3, 2)], clusters)
-    report = duplicates_report(clusters, fates, [0, 1, 1], ["web", "books"])
+    report = duplicates_report(clusters, fates, [0, 1, 1], ["web", "books"], "{}:{}".format)
     assert clusters.dropped.tolist() == [4, 5, 7]
     assert report["fates"] == {"train": 5, "validation": 0, "duplicate": 3, "validation_twin": 0}
     assert report["dropped_for_kept_in"] == {"books": {"web": 2, "books": 1}}
     assert (report["clusters"], report["largest_cluster"], report["dropped"]) == (2, 3, 3)
-    assert report["examples"][0] == {"dropped": {"piece": 1, "row": 1}, "kept": {"piece": 0, "row": 1}}
+    assert report["examples"][0] == {"dropped": "1:1", "kept": "0:1"}
 
 
 def test_pairs_below_what_is_accepted_do_not_cluster():

@@ -79,12 +79,16 @@ def reference(corpus, tmp_path_factory) -> tuple[Path, dict]:
     return recipe, prepared(recipe, folder / "data", "--executor", "inline")
 
 
-def test_filters_copies_and_evaluation_sets_are_counted(reference):
+def test_filters_copies_and_evaluation_sets_are_counted(corpus, reference):
     """The manifest says what each of them cost."""
     manifest = read_manifest(reference[0].parent / "data" / "corpus")
     # Eleven copies of the first text; and of each third text one in which a word is another, found by `"minhash": {}`.
     assert manifest["duplicates"]["dropped"] >= 20 and manifest["decontamination"]["dropped"] >= 1
     assert manifest["filters"]["documents"] > manifest["filters"]["kept_documents"] - 1
+    # An example says where a user finds both documents: file, and line or byte.
+    for example in manifest["duplicates"]["examples"]:
+        assert example["dropped"] != example["kept"]
+        assert {Path(place.rpartition(":")[0]).parent for place in example.values()} == {corpus}
     kept = sum(split["documents"] for split in manifest["splits"].values())
     fates = manifest["duplicates"]["fates"]
     assert kept == fates["train"] + fates["validation"]

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.dedup.signatures import batches_of, ngrams_of, units_of
+from pretraining.data.quality.chain import added
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require
 from pretraining.outside.files import json_lines
@@ -50,10 +52,11 @@ class ContaminationIndex:
             self._filters[length] = np.zeros(1 << _FILTER_BITS, np.bool_)
             self._filters[length][_bucket(hashes)] = True
 
-    def check(self, texts: Sequence[str]) -> tuple[np.ndarray, dict]:
-        """Return bool [texts], whether each is contaminated, and a report (`merge_reports` adds those of pieces).
+    def check(self, texts: Sequence[str], wheres: Sequence[str]) -> tuple[np.ndarray, dict]:
+        """Return bool [texts], whether each is contaminated, and a report (`merge_reports` adds those of batches).
 
-        For every evaluation set with a find it holds the documents dropped, and examples: number and shared words.
+        For every evaluation set with a find it holds the documents dropped, and examples: where each text comes from
+        (`wheres`) and the shared words.
         """
         contaminated = np.zeros(len(texts), np.bool_)
         report: dict[str, Any] = {"documents": len(texts), "dropped": 0, "sets": {}}
@@ -91,7 +94,7 @@ class ContaminationIndex:
                 entry["dropped"] += 1
                 if len(entry["examples"]) < _NUM_EXAMPLES:
                     words = units.texts[ends[word] : ends[word + length]]
-                    example = {"document": done + text, "words": " ".join(words.split()).lower()}
+                    example = {"where": wheres[done + text], "words": " ".join(words.split()).lower()}
                     entry["examples"].append(example)
             done += len(batch)
         report["dropped"] = int(contaminated.sum())
@@ -128,17 +131,9 @@ def _bucket(hashes: np.ndarray) -> np.ndarray:
 
 
 def merge_reports(reports: Iterable[dict]) -> dict:
-    """Add up the reports of all pieces, in their order; an example gains the number of its piece."""
-    total: dict[str, Any] = {"documents": 0, "dropped": 0, "sets": {}}
-    for piece, report in enumerate(reports):
-        total["documents"] += report["documents"]
-        total["dropped"] += report["dropped"]
-        for name, found in report["sets"].items():
-            entry = total["sets"].setdefault(name, {"dropped": 0, "examples": []})
-            entry["dropped"] += found["dropped"]
-            free = _NUM_EXAMPLES - len(entry["examples"])
-            entry["examples"] += [{"piece": piece, **example} for example in found["examples"][:free]]
-    return total
+    """Add up reports, in the order of their texts."""
+    nothing: dict = {"documents": 0, "dropped": 0, "sets": {}}
+    return reduce(partial(added, most_examples=_NUM_EXAMPLES), reports, nothing)
 
 
 def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> Iterator[tuple[str, str]]:

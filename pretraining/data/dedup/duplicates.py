@@ -298,12 +298,17 @@ def assign_fates(
 
 
 def duplicates_report(
-    clusters: Clusters, fates: Sequence[np.ndarray], sources: Sequence[int], names: Sequence[str]
+    clusters: Clusters,
+    fates: Sequence[np.ndarray],
+    sources: Sequence[int],
+    names: Sequence[str],
+    where: Callable[[int, int], str],
 ) -> dict:
     """Report clusters, dropped documents (within and between sources, with examples) and fates.
 
-    fates: uint8 [documents] for each piece. sources: each piece's number in `names`. An example names piece and row of
-    the dropped and of the kept document; examples are spread evenly over the dropped ones.
+    fates: uint8 [documents] for each piece. sources: each piece's number in `names`. where: says from piece and row
+    where a document comes from. An example says it of the dropped and of the kept one; examples are spread evenly over
+    the dropped ones.
     """
     documents = DocumentNumbers(list(map(len, fates)))
     dropped = clusters.dropped
@@ -327,7 +332,7 @@ def duplicates_report(
         },
         "examples": [
             {
-                side: {"piece": int(pieces[number]), "row": int(rows[number])}
+                side: where(int(pieces[number]), int(rows[number]))
                 for side, (pieces, rows) in zip(("dropped", "kept"), places, strict=True)
             }
             for number in chosen

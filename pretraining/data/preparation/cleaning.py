@@ -176,6 +176,9 @@ class Clean(Stage):
                 for text, where in zip(*(column.to_pylist() for column in batch.columns), strict=True):
                     yield Document(text, where)
 
+    def where(self, piece: int, row: int) -> str:
+        return next(islice(self.texts(piece), row, None)).where
+
     def reports(self) -> list[dict]:
         return [json.loads((output / REPORT_NAME).read_text(encoding="utf-8")) for output in self.outputs()]
 
@@ -193,6 +196,7 @@ class Cleaner:
         self._chain, self._names = FilterChain(clean.filters), clean.source_names
         self._index = clean.evaluation_sets.index() if clean.evaluation_sets else None
         self._contaminations: list[dict] = []
+        """One report, or none while there was nothing to check."""
 
     def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
         """Yield the texts that stay, as the filters leave them."""
@@ -201,8 +205,9 @@ class Cleaner:
             read = map(Document, texts, batch.wheres)
             kept = [document for document in read if document.text is not None]
             if self._index is not None and kept:
-                contaminated, report = self._index.check([document.text for document in kept])
-                self._contaminations.append(report)
+                texts, wheres = zip(*(document[:2] for document in kept), strict=True)
+                contaminated, report = self._index.check(texts, wheres)
+                self._contaminations = [decontamination.merge_reports([*self._contaminations, report])]
                 kept = [document for document, found in zip(kept, contaminated, strict=True) if not found]
             yield from kept
 
@@ -259,7 +264,7 @@ class Fates(Stage):
         for piece, own in enumerate(fates):
             np.save(folder / f"{piece:05d}.npy", own)
         sources = [piece.source for piece in clean.corpus.pieces]
-        report = duplicates.duplicates_report(clusters, fates, sources, clean.source_names)
+        report = duplicates.duplicates_report(clusters, fates, sources, clean.source_names, clean.where)
         write_json(folder / REPORT_NAME, report)
 
 

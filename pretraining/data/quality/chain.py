@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial, reduce
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,25 @@ NUM_EXAMPLES = 3
 EXAMPLE_CHARACTERS = 200
 
 
+def added(one: dict, other: dict, most_examples: int) -> dict:
+    """Add two reports of one form: numbers are summed, objects key by key, the rules of a chain in pairs.
+
+    `other` is about the texts behind those of `one`: the earliest examples stay, as one worker would have kept them.
+    """
+
+    def both(key: str) -> Any:
+        first, second = one[key], other[key]
+        if isinstance(first, dict):
+            return added(first, second, most_examples)
+        if key == "rules":
+            return [added(*pair, most_examples) for pair in zip(first, second, strict=True)]
+        if key == "examples":
+            return [*first, *second][:most_examples]
+        return first if isinstance(first, str) else first + second
+
+    return {**one, **other, **{key: both(key) for key in one if key in other}}
+
+
 @dataclass
 class FilterReport:
     """The counts of a filter chain. Plain data: pickles, and survives `to_dict`."""
@@ -135,25 +155,13 @@ class FilterReport:
 
     def add(self, rule: int, outcome: str, cause: str, **counts: Any) -> None:
         """Add counts, and examples up to `NUM_EXAMPLES`, to an entry of a rule: "rejected" or "changed"."""
-        entry = self.rules[rule][outcome].setdefault(cause, {})
-        for key, value in counts.items():
-            entry[key] = entry[key] + value if key in entry else value
-        if "examples" in entry:
-            del entry["examples"][NUM_EXAMPLES:]
+        entries = self.rules[rule][outcome]
+        entries[cause] = added(entries.get(cause, {}), counts, NUM_EXAMPLES)
 
     @classmethod
     def merged(cls, reports: Sequence["FilterReport"]) -> "FilterReport":
         """Merge reports over the same rules, given in document order: equal to the report of one worker."""
-        total = cls([{"name": rule["name"], "rejected": {}, "changed": {}} for rule in reports[0].rules])
-        for report in reports:
-            for key in ("documents", "num_bytes", "kept_documents", "kept_bytes"):
-                setattr(total, key, getattr(total, key) + getattr(report, key))
-            for number, rule in enumerate(report.rules):
-                # The earliest examples stay, as one worker would have kept them.
-                for outcome in ("rejected", "changed"):
-                    for cause, entry in rule[outcome].items():
-                        total.add(number, outcome, cause, **entry)
-        return total
+        return cls(**reduce(partial(added, most_examples=NUM_EXAMPLES), map(asdict, reports)))
 
     def to_dict(self) -> dict:
         """Return nested JSON values; causes in alphabetical order."""
