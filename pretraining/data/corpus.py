@@ -157,7 +157,8 @@ class HubSource:
 
     def _stream(self):
         datasets = require("datasets", f"the dataset {self.dataset!r}")
-        named = {"split": self.split, "revision": self.revision}
+        # Not by the name of a branch, which may stand for other text before the last task has read it.
+        named = {"split": self.split, "revision": self._fingerprint.get("commit") or self.revision}
         try:
             return datasets.load_dataset(self.dataset, self.config, **named, streaming=True)
         except (OSError, ValueError, RuntimeError) as error:

@@ -15,6 +15,7 @@ import pytest
 from pretraining.data.manifest import read_manifest
 from pretraining.data.preparation.slurm import run_slurm_job
 from tests.data.test_data_prep import bytes_of
+from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.runs import REPOSITORY, Started, execute
 from tests.gear.slurm_cluster import cluster, installed
 
@@ -98,6 +99,24 @@ def test_workers_do_not_change_a_byte(reference, tmp_path):
     """Two processes: the shards, the manifest and the reports of one."""
     recipe, expected = reference
     assert prepared(recipe, tmp_path / "data", "--executor", "local", "--workers", "2") == expected
+
+
+@pytest.mark.parametrize("executor", ["inline", "local"])
+def test_every_task_reads_the_commit_that_was_found_at_the_start(tmp_path, executor):
+    """The hub's main has other text as soon as it was asked for: no process that works on the preparation sees it."""
+    with LocalHub() as hub:
+        for rows in (30, 20):
+            lines = "".join(json.dumps({"text": f"row {row} of this version"}) + "\n" for row in range(rows))
+            hub.versions.append({f"train-{part:05d}-of-00003.jsonl": lines.encode() for part in range(3)})
+        recipe = recipe_of(
+            tmp_path, tmp_path, sources=[{"dataset": REPOSITORY_ID}], tokenizer={"units": "bytes"}
+        )
+        options = ["--executor", executor, "--workers", "2"]
+        asked = {**hub.environment, "HF_HOME": tmp_path / "hub"}
+        finished = execute(command(recipe, tmp_path / "data", *options), **asked)
+    assert finished.code == 0, finished.output
+    (source,) = read_manifest(tmp_path / "data" / "corpus")["sources"]
+    assert (source["commit"], source["documents"]) == ("0" * 40, 90)
 
 
 def tasks_done(root: Path) -> dict[str, int]:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from http.server import BaseHTTPRequestHandler
+from urllib.parse import parse_qs
 
 from tests.gear.served import Served
 
@@ -30,6 +31,10 @@ class LocalHub(Served):
         """{model: {commit: {file: content}}}; the last commit is that of main."""
         self.asked: list[str] = []
         """What was asked of files of models: `HEAD someone/model/resolve/main/config.json`."""
+        self.times_main_was_asked = 0
+        self.versions: list[dict[str, bytes]] = []
+        """Files of the data set, to be streamed: main is the first of them, and from each time on that it is asked for
+        the next one. Of version n the commit is n, in 40 digits."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -42,6 +47,14 @@ class LocalHub(Served):
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "NO_PROXY": "*",
         }
+
+    def version_of(self, revision: str) -> tuple[str, dict[str, bytes]]:
+        """The commit and the files of a revision of the data set that is streamed."""
+        if revision != "main":
+            return revision, self.versions[int(revision)]
+        self.times_main_was_asked += 1
+        number = min(self.times_main_was_asked, len(self.versions)) - 1
+        return f"{number:040d}", self.versions[number]
 
     def commit(self, lines: list[dict]) -> None:
         """Apply the operations of one commit."""
@@ -67,6 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if self.server.refuse_with:
             return self._answer({"error": "refused"}, self.server.refuse_with)
+        if self.server.versions and "/paths-info/" in path:
+            asked = parse_qs(body.decode())["paths"]
+            return self._answer([each for each in self._listed(path) if each["path"] in asked])
         # of a model, addresses differ in one word
         path = path.replace("/api/models/", "/api/datasets/").replace(
             f"/{REPOSITORY_ID}.git", f"{OF_DATA}.git"
@@ -101,6 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a file of a model as huggingface.co does: its commit and ETag, or the code of what is missing."""
         name, _, rest = self.path.strip("/").partition("/resolve/")
         revision, _, file = rest.partition("/")
+        if self.server.versions and name == OF_DATA.strip("/"):
+            return self._answer_part(*self.server.version_of(revision), file)
         self.server.asked.append(f"{self.command} {self.path.strip('/')}")
         if name in self.server.gated:
             return self._answer({"error": "gated"}, 403, **{"X-Error-Code": "GatedRepo"})
@@ -121,11 +139,38 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer_file()
         if asked := re.match(r"/api/(?:dataset|model)s/(.+)/auth-check", self.path):
             return self._answer_access(asked[1])
+        if self.server.versions and self.path.startswith(f"/api{OF_DATA}/tree/"):
+            inside = self.path.partition("?")[0].partition("/tree/")[2].count("/")
+            return self._answer(self._listed(self.path)) if not inside else self._answer_missing()
+        if self.server.versions and re.fullmatch(rf"/api{OF_DATA}(/revision/.+)?", self.path):
+            commit, files = self.server.version_of(self.path.partition("/revision/")[2] or "main")
+            siblings = [{"rfilename": name} for name in files]
+            return self._answer({"id": REPOSITORY_ID, "sha": commit, "siblings": siblings})
         if re.match(rf"/api/datasets/{REPOSITORY_ID}/tree/main", self.path):
             files = self.server.files.items()
             listed = [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files]
             return self._answer(listed)
         return self._answer({"error": f"no GET {self.path}"}, 404)
+
+    def _listed(self, path: str) -> list[dict]:
+        revision = re.split("/tree/|/paths-info/", path.partition("?")[0])[1].partition("/")[0]
+        files = self.server.version_of(revision)[1].items()
+        return [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files]
+
+    def _answer_missing(self, **headers: str) -> None:
+        self._answer({"error": "no such file"}, 404, **{"X-Error-Code": "EntryNotFound"}, **headers)
+
+    def _answer_part(self, commit: str, files: dict[str, bytes], file: str) -> None:
+        """Answer a file of a commit of the data set, or the bytes of it that are asked for."""
+        if file not in files:
+            return self._answer_missing(**{"X-Repo-Commit": commit})
+        content, status = files[file], 200
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+            first, last, size = int(asked[1]), int(asked[2] or len(content) - 1), len(content)
+            content, status = content[first : last + 1], 206
+            headers["Content-Range"] = f"bytes {first}-{first + len(content) - 1}/{size}"
+        self._send(content, status, **headers)
 
     def _action_of(self, entry: dict) -> dict:
         known = entry["oid"] in self.server.objects
