@@ -141,14 +141,14 @@ def excerpt_of(
     from pretraining.data.shards import summed_entry
 
     validation = splits["validation"].shard_entries
-    kept = {"train": _cut_shards(splits["train"], {n: cut.documents for n, cut in cuts.items()})}
+    kept = {"train": cut_shards(splits["train"], {n: cut.documents for n, cut in cuts.items()})}
     kept["validation"] = validation
     # Of data from before there were positions, or converted, only training is cut.
     if "validation_positions" in manifest:
         positions = read_positions()
         # Behind the last document of training nothing has been read.
         counts = {n: bisect_left(positions[rows_of(validation, n)], cut.tokens) for n, cut in cuts.items()}
-        kept["validation"] = _cut_shards(splits["validation"], counts)
+        kept["validation"] = cut_shards(splits["validation"], counts)
     if kept == {"train": splits["train"].shard_entries, "validation": validation}:
         return manifest
     entries = {}
@@ -182,7 +182,7 @@ def rows_of(shards: list[dict], source: int) -> slice:
     return slice(before, before + own)
 
 
-def _cut_shards(split: "TokenSplit", counts: dict[int, int]) -> list[dict]:
+def cut_shards(split: "TokenSplit", counts: dict[int, int]) -> list[dict]:
     """Keep the first `counts[source]` documents of each source that is named; the last shard of it is cut."""
     left, kept = dict(counts), []
     for number, entry in enumerate(split.shard_entries):

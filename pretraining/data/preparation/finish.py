@@ -5,11 +5,12 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,10 +26,10 @@ from pretraining.data.manifest import (
     reading_options,
     report_text,
 )
-from pretraining.data.portions import rows_of
+from pretraining.data.portions import cut_shards, rows_of
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
-from pretraining.data.preparation.plan import Begun, Preparation, Survey
-from pretraining.data.preparation.tokenizing import POSITIONS_NAME, workable_share
+from pretraining.data.preparation.plan import Preparation, Survey
+from pretraining.data.preparation.tokenizing import POSITIONS_NAME, Tokenize, workable_share
 from pretraining.data.publishing import building, publish
 from pretraining.data.shards import Shard, SplitWriter, TokenSplit, split_entry, summed_entry, token_dtype
 from pretraining.data.tools.finished import complete
@@ -36,82 +37,94 @@ from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 
 
+class _Stretch(NamedTuple):
+    """What a task gave of a source; or its first tasks together, which the data set in the new one's place holds."""
+
+    folder: Path
+    """Holds the shards, in a folder for each split."""
+    result: dict
+    """What the task reports; of several, with "tasks" and "largest_task" as in a manifest."""
+    positions: Path
+    rows: slice = slice(None)
+    """Those of `positions` that belong to it."""
+
+    @classmethod
+    def of_task(cls, stage: Tokenize, task: int) -> "_Stretch":
+        folder = stage.folder(task)
+        return cls(folder, stage.result(task), folder / POSITIONS_NAME)
+
+    @classmethod
+    def of_begun(cls, begun: dict, source: int, earlier: dict[str, TokenSplit]) -> "_Stretch":
+        """Take what was begun of a source from the splits of the data set that holds it, and perhaps more."""
+        train, validation = earlier["train"], earlier["validation"]
+        documents, folder = begun["validation_documents"], validation.folder.parent
+        shards = [shard for shard in train.shard_entries if shard["source"] == source][: begun["shards"]]
+        held_out = [s for s in cut_shards(validation, {source: documents}) if s["source"] == source]
+        splits = {
+            "train": {**{key: begun[key] for key in ("documents", "tokens")}, "shards": shards},
+            "validation": summed_entry(held_out, validation.dtype.name),
+        }
+        first = rows_of(validation.shard_entries, source).start
+        rows = slice(first, first + documents)
+        return cls(folder, {**begun, "splits": splits, "cut": None}, folder / POSITIONS_FILE, rows)
+
+
 @dataclass(frozen=True)
 class _SourcePart:
-    """What the data set gets of one source: what was there before, then the outputs of tasks."""
+    """What the data set gets of one source."""
 
     source: int
-    done: list[tuple[Path, dict]]
-    """The tasks: the folder of each one's output, and what it reports about it."""
-    begun: Begun = field(default_factory=Begun)
-    earlier: dict[str, TokenSplit] = field(default_factory=dict)
-    """The splits of the data set that `begun` is about: that in the place of the new one, which holds less of the
-    same."""
+    stretches: list[_Stretch]
+
+    @property
+    def results(self) -> list[dict]:
+        return [stretch.result for stretch in self.stretches]
 
     def shards(self, split: str) -> Iterator[tuple[Path, dict]]:
-        """List the shards of the tasks, each with its entry; before those of training, what is there already."""
-        if self.begun and split == "train":
-            train = self.earlier["train"]
-            of_source = [shard for shard in train.shard_entries if shard["source"] == self.source]
-            for shard in of_source[: self.begun.shards]:
-                yield train.folder / shard["file"], dict(shard)
-        for output, result in self.done:
-            for shard in result["splits"][split]["shards"]:
+        """List the shards, each with its entry."""
+        for stretch in self.stretches:
+            for shard in stretch.result["splits"][split]["shards"]:
                 if shard["documents"]:
-                    yield output / split / shard["file"], {**shard, "source": self.source}
+                    yield stretch.folder / split / shard["file"], {**shard, "source": self.source}
 
-    def validation_shards(self) -> Iterator[tuple[Shard, int]]:
-        """Open the shards of validation, each with the number of its first documents that count."""
-        if self.begun:
-            split, left = self.earlier["validation"], self.begun.validation_documents
-            for number, entry in enumerate(split.shard_entries):
-                if entry["source"] == self.source and left:
-                    yield split.map_anew(number), min(left, entry["documents"])
-                    left -= min(left, entry["documents"])
-        for output, result in self.done:
-            split = TokenSplit(output / "validation", result["splits"]["validation"])
+    def validation_shards(self) -> Iterator[Shard]:
+        for stretch in self.stretches:
+            split = TokenSplit(stretch.folder / "validation", stretch.result["splits"]["validation"])
             for number, entry in enumerate(split.shard_entries):
                 if entry["documents"]:
-                    yield split.map_anew(number), entry["documents"]
+                    yield split.map_anew(number)
 
     def positions(self) -> np.ndarray:
         """Join the places of the validation documents: [documents] int64."""
         positions, tokens = [np.empty(0, np.int64)], 0
-        if self.begun:
-            validation = self.earlier["validation"]
-            rows = rows_of(validation.shard_entries, self.source)
-            before = np.load(validation.folder.parent / POSITIONS_FILE)[rows]
-            positions.append(before[: self.begun.validation_documents])
-            tokens = self.begun.tokens
-        for output, result in self.done:
-            positions.append(np.load(output / POSITIONS_NAME) + tokens)
-            tokens += result["splits"]["train"]["tokens"]
+        for stretch in self.stretches:
+            positions.append(np.load(stretch.positions)[stretch.rows] + tokens)
+            tokens += stretch.result["splits"]["train"]["tokens"]
         return np.concatenate(positions)
 
-    def accounts(self, cut_too: bool = True) -> list[dict]:
-        """List what was skipped, encoded and cleaned: {"skipped", "encoding", "cleaned"} of each stretch of tasks."""
-        results = [result for _, result in self.done if cut_too or not result["cut"]]
-        return [*([self.begun.to_dict()] if self.begun else []), *results]
+    def whole_tasks(self, keys: list[list[str]]) -> dict:
+        """Sum up the tasks that are there whole, for a preparation that goes on from here.
 
-    def whole_tasks(self, keys: list[list[str]]) -> Begun:
-        """Sum up the tasks that are there whole, for a preparation that goes on from here."""
-        whole = [result["splits"] for _, result in self.done if not result["cut"]]
-        accounts, first = self.accounts(cut_too=False), self.begun
-        train, number = [splits["train"] for splits in whole], len(whole) + first.tasks
-        held_out = sum(splits["validation"]["documents"] for splits in whole)
-        cleaned = [account["cleaned"] for account in accounts if "cleaned" in account]
-        return Begun(
-            tasks=number,
-            keys=digest_of(keys[:number]),
-            documents=first.documents + sum(split["documents"] for split in train),
-            tokens=first.tokens + sum(split["tokens"] for split in train),
-            shards=first.shards + sum(bool(s["documents"]) for split in train for s in split["shards"]),
-            largest_task=max([first.largest_task, *(split["tokens"] for split in train)]),
-            validation_documents=first.validation_documents + held_out,
-            skipped=summed_skips(each["skipped"] for each in accounts),
-            encoding=_encoding(accounts),
-            cleaned=merged_reports(cleaned) if cleaned else None,
-        )
+        keys: of the texts of each task. Returns {"tasks", "keys": their digest, "documents", "tokens", "shards" (of
+        training), "largest_task" (its tokens), "validation_documents", "skipped", "encoding", "cleaned"}.
+        """
+        whole = [result for result in self.results if not result["cut"]]
+        train = [result["splits"]["train"] for result in whole]
+        tasks = sum(result.get("tasks", 1) for result in whole)
+        largest = (result.get("largest_task", result["splits"]["train"]["tokens"]) for result in whole)
+        cleaned = [result["cleaned"] for result in whole if "cleaned" in result]
+        return {
+            "tasks": tasks,
+            "keys": digest_of(keys[:tasks]),
+            "documents": sum(split["documents"] for split in train),
+            "tokens": sum(split["tokens"] for split in train),
+            "shards": sum(bool(shard["documents"]) for split in train for shard in split["shards"]),
+            "largest_task": max(largest, default=0),
+            "validation_documents": sum(result["splits"]["validation"]["documents"] for result in whole),
+            "skipped": summed_skips(result["skipped"] for result in whole),
+            "encoding": _encoding(whole),
+            **({"cleaned": merged_reports(cleaned)} if cleaned else {}),
+        }
 
 
 def keep_arrived(preparation: Preparation) -> None:
@@ -150,9 +163,8 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
     preparation.tokenize.refuse(survey.missing)
     trained = _train_parts(preparation, survey)
     parts = [*trained, *_validation_parts(preparation)]
-    results = [result for part in trained for _, result in part.done]
-    has_text = any(entry["documents"] for result in results for entry in result["splits"].values())
-    if not has_text and not preparation.goes_on:
+    results = [result for part in trained for result in part.results]
+    if not any(entry["documents"] for result in results for entry in result["splits"].values()):
         raise preparation.texts.is_empty(summed_skips(each["skipped"] for each in results))
     dtype = token_dtype(preparation.tokenize.tokenizer.info.vocab_size)
     with building(preparation.folder) as folder:
@@ -160,8 +172,8 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
         writer = SplitWriter(folder / "validation", dtype)
         for part in parts:
             writer.begin_source(part.source)
-            for opened, documents in part.validation_shards():
-                writer.extend(opened.tokens, opened.ends[:documents], opened.num_bytes[:documents])
+            for opened in part.validation_shards():
+                writer.extend(opened.tokens, opened.ends, opened.num_bytes)
         shards = [shard for part in trained for shard in part.shards("train")]
         (folder / "train").mkdir()
         for number, (path, shard) in enumerate(shards):
@@ -174,10 +186,9 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
         train = split_entry(folder / "train", [shard for _, shard in shards], dtype.name)
         splits = {"train": train, "validation": writer.finish()}
         np.save(folder / POSITIONS_FILE, np.concatenate([part.positions() for part in parts]))
-        accounts = [account for part in trained for account in part.accounts()]
-        reports = preparation.cleaned.reports(accounts) if preparation.cleaned else {}
-        outputs = [output for part in trained for output, _ in part.done]
-        suggested = partial(workable_share, outputs)
+        reports = preparation.cleaned.reports(results) if preparation.cleaned else {}
+        tasks = preparation.bounded(survey).tokenize
+        suggested = partial(workable_share, [tasks.folder(task) for source in survey for task in source.used])
         try:
             check_blocks(splits, preparation.data, preparation.sequence_length, suggested)
         except UserError:
@@ -203,8 +214,11 @@ def _train_parts(preparation: Preparation, survey: Survey) -> list[_SourcePart]:
     manifest = read_manifest(preparation.folder) if preparation.goes_on else None
     entries = manifest["splits"] if manifest else {}
     earlier = {name: TokenSplit(preparation.folder / name, entry) for name, entry in entries.items()}
-    done = [[(stage.folder(task), stage.result(task)) for task in source.used] for source in survey]
-    return [_SourcePart(n, tasks, preparation.begun[n], earlier) for n, tasks in enumerate(done)]
+    parts = []
+    for number, (source, begun) in enumerate(zip(survey, preparation.begun, strict=False)):
+        before = [_Stretch.of_begun(begun, number, earlier)] if begun else []
+        parts.append(_SourcePart(number, [*before, *(_Stretch.of_task(stage, task) for task in source.used)]))
+    return parts
 
 
 def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
@@ -212,18 +226,18 @@ def _validation_parts(preparation: Preparation) -> list[_SourcePart]:
     stage, first = preparation.tokenize_validation, len(preparation.data.sources)
     if stage is None:
         return []
-    done = [(folder, stage.result(number)) for number, folder in enumerate(stage.outputs())]
+    done = [_Stretch.of_task(stage, number) for number in range(len(stage.outputs()))]
     return [
-        _SourcePart(number, [task for task in done if task[1]["source"] == number - first])
+        _SourcePart(number, [task for task in done if task.result["source"] == number - first])
         for number in range(first, len(preparation.data.text_origins))
     ]
 
 
 def _manifest(preparation: Preparation, splits: dict, parts: list[_SourcePart], reports: dict) -> dict:
     """Make the manifest: what the data set holds and came from, with counts, checksums, tokenizer and versions."""
-    accounts = [account for part in parts for account in part.accounts()]
+    results = [result for part in parts for result in part.results]
     # Each text is read from its source once: by `Clean` if there is one, else by `Tokenize`.
-    read = list(accounts)
+    read = list(results)
     for texts in [preparation.cleaned, stage.texts if (stage := preparation.tokenize_validation) else None]:
         read += texts.clean.reports() if isinstance(texts, CleanedCorpus) and not texts.as_read else []
     entries, of_training = [], len(preparation.targets)
@@ -239,14 +253,14 @@ def _manifest(preparation: Preparation, splits: dict, parts: list[_SourcePart], 
         entries.append({"name": spec.called, **preparation.fingerprints[part.source], **counts_of})
         if any(preparation.targets) and part.source < of_training:
             # If the source was not read to its end, where to go on. The last task was run up to a bound.
-            if part.done and (last := part.done[-1][1]["cut"]):
+            if part.results and (last := part.results[-1]["cut"]):
                 cut = {name: sum(shard[name] for shard in held["train"]) for name in ("documents", "tokens")}
                 entries[-1]["cut"] = {**cut, "last_document_tokens": last["last_document_tokens"]}
-            entries[-1]["begun"] = part.whole_tasks(preparation.keys_of(part.source)).to_dict()
+            entries[-1]["begun"] = part.whole_tasks(preparation.keys_of(part.source))
     own = entries[of_training:]
     return {
         **_identity(preparation, content_fingerprint(splits)),
-        "encoding": _encoding(accounts),
+        "encoding": _encoding(results),
         "sources": entries[:of_training],
         **({"validation_sources": own} if own else {}),
         "skipped": summed_skips(each["skipped"] for each in read),
@@ -269,9 +283,9 @@ def _identity(preparation: Preparation, fingerprint: str) -> dict:
     }
 
 
-def _encoding(accounts: list[dict]) -> dict:
+def _encoding(results: list[dict]) -> dict:
     """Say which encoder worked, and how many documents the reference has checked."""
-    found = [account["encoding"] for account in accounts]
+    found = [result["encoding"] for result in results]
     backends = {backend for each in found for backend in each.get("backends", [each.get("backend")])}
     checked = sum(each["checked_documents"] for each in found)
     return {"backends": sorted(backends), "checked_documents": checked}

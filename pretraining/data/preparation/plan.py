@@ -7,7 +7,7 @@ portion alone: not on the order of work, and not on what smaller portions were p
 
 import json
 import shutil
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import filterfalse
 from pathlib import Path
@@ -33,37 +33,6 @@ FEWEST_TOKEN_BYTES = 2
 
 SURE_SHARE = 0.9
 """Share of the tasks that seem to be needed, which are started at once; the last ones are awaited one by one."""
-
-
-@dataclass(frozen=True)
-class Begun:
-    """The first tasks of a source that a data set holds whole, and what they gave."""
-
-    tasks: int = 0
-    keys: str = ""
-    """Digest of the keys of their texts."""
-    documents: int = 0
-    """Of training, as the three below."""
-    tokens: int = 0
-    shards: int = 0
-    largest_task: int = 0
-    """Tokens of the largest task."""
-    validation_documents: int = 0
-    skipped: dict = field(default_factory=dict)
-    encoding: dict = field(default_factory=dict)
-    cleaned: dict | None = None
-
-    @classmethod
-    def of(cls, source: dict, keys: list[list[str]]) -> "Begun":
-        """Read it from the source's entry of a manifest; empty if its tasks were cut otherwise."""
-        begun = cls(**source.get("begun", {}))
-        return begun if begun.keys == digest_of(keys[: begun.tasks]) else cls()
-
-    def __bool__(self) -> bool:
-        return self.tasks > 0
-
-    def to_dict(self) -> dict:
-        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 class SourceSurvey(NamedTuple):
@@ -102,8 +71,8 @@ class Preparation:
     """What each source is, those of validation last, for the manifest."""
     targets: list[Portion | None]
     """How much to prepare of each source; None: all of it."""
-    begun: list[Begun]
-    """What `folder` holds of each source already, to go on from."""
+    begun: list[dict]
+    """What `folder` holds of each source already, to go on from: "begun" of its manifest's entry; {}: nothing."""
     extensions: tuple[str, ...] = ()
     """Absolute paths or names of the user's modules that define filters."""
     bounds: dict[int, Portion] = field(default_factory=dict)
@@ -124,7 +93,7 @@ class Preparation:
         earlier: the manifest in `folder` of the same data, of which there is less; the preparation goes on from there.
         """
         data, of_training = recipe.data, len(recipe.data.sources)
-        corpus, begun = Corpus.of(data, sources[:of_training]), [Begun()] * of_training
+        corpus, begun = Corpus.of(data, sources[:of_training]), [{}] * of_training
         own = Corpus.of(data, sources[of_training:], data.validation.sources) if data.validation else None
         # other modules may import torch, for which no worker should wait
         filtering = [each for each in recipe.extensions if each.defines.get("filter")]
@@ -134,7 +103,11 @@ class Preparation:
         planned = cls(folder, data, vocab_size, length, corpus, own, fingerprints, targets, begun, named)
         if earlier is None:
             return planned
-        begun = [Begun.of(each, planned.keys_of(source)) for source, each in enumerate(earlier["sources"])]
+        begun = [each.get("begun", {}) for each in earlier["sources"]]
+        for source, each in enumerate(begun):
+            # There may be none, or the tasks were cut otherwise.
+            if not each.get("tasks") or each["keys"] != digest_of(planned.keys_of(source)[: each["tasks"]]):
+                begun[source] = {}
         return replace(planned, begun=begun)
 
     def tasks_of(self, source: int) -> list[int]:
@@ -239,12 +212,12 @@ class Preparation:
             # Nobody knows how much a file of the hub holds.
             large = self.corpus.sources[source].large_pieces
             most = None if large else PIECE_BYTES * TASK_PIECES // FEWEST_TOKEN_BYTES
-            numbers = self.tasks_of(source)[begun.tasks :]
+            numbers = self.tasks_of(source)[begun.get("tasks", 0) :]
             surveys.append(self._survey_source(numbers, target, begun, most))
         return surveys
 
     def _survey_source(
-        self, numbers: list[int], target: Portion | None, begun: Begun, most_tokens: int | None
+        self, numbers: list[int], target: Portion | None, begun: dict, most_tokens: int | None
     ) -> SourceSurvey:
         """Look how far these tasks of a source have come; most_tokens: of a task, while none is finished."""
         whole = replace(self.tokenize, bounds={})
@@ -255,7 +228,8 @@ class Preparation:
         if target is None:
             return SourceSurvey([*filter(finished, numbers)], {}, [*filterfalse(finished, numbers)])
         used: list[int] = []
-        largest, left = begun.largest_task, target.less(begun.documents, begun.tokens)
+        largest = begun.get("largest_task", 0)
+        left = target.less(begun.get("documents", 0), begun.get("tokens", 0))
         for place, number in enumerate(numbers):
             bounded = replace(whole, bounds={number: left})
             if bounded.folder(number).is_dir():
@@ -296,7 +270,6 @@ class Preparation:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values |= {"folder": str(self.folder), "data": self.data.to_dict(), "corpus": self.corpus.to_json()}
         values |= {"validation": self.validation and self.validation.to_json()}
-        values |= {"begun": list(map(asdict, self.begun))}
         with replacing(self.work / STATE_NAME) as file:
             json.dump({**values, "bounds": list(self.bounds.items())}, file)
 
@@ -311,6 +284,5 @@ class Preparation:
         opened["corpus"] = Corpus.from_json(values["corpus"])
         opened["validation"] = values["validation"] and Corpus.from_json(values["validation"])
         opened["targets"] = [target and Portion(*target) for target in values["targets"]]
-        opened["begun"] = [Begun(**begun) for begun in values["begun"]]
         opened["bounds"] = {number: Portion(*bound) for number, bound in values["bounds"]}
         return cls(**{**values, **opened})
