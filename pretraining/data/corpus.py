@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -82,7 +82,7 @@ class FileSource:
         """Raise UserError if a file of this machine has changed since the files were listed."""
         for file in [file for file in self.files if not is_remote(file.address)]:
             path = Path(file.address)
-            if not path.is_file() or replace(local_file(path, path.parent), name=file.name) != file:
+            if not path.is_file() or local_file(path, path.parent)._replace(name=file.name) != file:
                 what = "changed or removed while it was being prepared"
                 raise UserError(
                     f"{file.address}: {what}; run the same command again once nobody writes there"
@@ -92,9 +92,6 @@ class FileSource:
     def _identity(file: InputFile) -> tuple:
         # Not the address: a corpus that moved to another folder is the same.
         return file.name, file.num_bytes, file.version
-
-    def to_json(self) -> dict:
-        return {"files": [astuple(file) for file in self.files], "column": astuple(self.column)}
 
     def content(self) -> str:
         """Hash relative path and bytes of every file of this machine; the version of one in a store."""
@@ -126,6 +123,8 @@ class HubSource:
     column: TextColumn = field(default_factory=TextColumn)
     key: str = "data.sources"
     """The key of the recipe that names the dataset, for error messages."""
+    identity: dict = field(default_factory=dict)
+    """`identity_of_dataset` as it was found at the start, by which all tasks go."""
     large_pieces: ClassVar[bool] = True
     """A file of a hub dataset holds hundreds of megabytes, so each file is a piece."""
 
@@ -152,13 +151,10 @@ class HubSource:
     def check_unchanged(self) -> None:
         pass  # the hub keeps its commits
 
-    def to_json(self) -> dict:
-        return {**asdict(self), "fingerprint": self._fingerprint}
-
     def _stream(self):
         datasets = require("datasets", f"the dataset {self.dataset!r}")
         # Not by the name of a branch, which may stand for other text before the last task has read it.
-        named = {"split": self.split, "revision": self._fingerprint.get("commit") or self.revision}
+        named = {"split": self.split, "revision": self.identity.get("commit") or self.revision}
         try:
             return datasets.load_dataset(self.dataset, self.config, **named, streaming=True)
         except (OSError, ValueError, RuntimeError) as error:
@@ -171,30 +167,28 @@ class HubSource:
         return UserError(f"dataset {self.dataset!r}: {what}; {remedy}")
 
     def content(self) -> str:
-        return digest_of(self._fingerprint)
+        return digest_of(self.identity)
 
     def fingerprint(self) -> dict:
-        """Return name, config, split and the commit of the revision (null: the hub is silent), or a folder's files."""
-        return dict(self._fingerprint)  # a copy: the caller may fill in a missing commit
+        return dict(self.identity)  # a copy: the caller may fill in a missing commit
 
-    @cached_property
-    def _fingerprint(self) -> dict:
-        known = {"dataset": self.dataset, "config": self.config, "split": self.split}
-        folder = Path(self.dataset)
-        if not folder.exists():
-            commit = self.revision
-            # 40 hex digits are a commit. Else the hub says which one the revision stands for, so that a dataset that
-            # has changed is prepared again.
-            if not commit or len(commit) != 40:
-                hub = require("huggingface_hub", f"the dataset {self.dataset!r}")
-                # every way of being offline has its own class; documents() reports a real fault
-                with suppress(Exception):
-                    commit = hub.HfApi().dataset_info(self.dataset, revision=commit, timeout=10).sha
-            return {**known, "commit": commit}
-        inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
-        # Hidden files (.git, caches) are no data, and change without it.
-        shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
-        return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
+
+def identity_of_dataset(dataset: str, config: str | None, split: str, revision: str | None) -> dict:
+    """Return name, config, split and the commit of the revision (null: the hub is silent), or a folder's files."""
+    known, folder = {"dataset": dataset, "config": config, "split": split}, Path(dataset)
+    if not folder.exists():
+        # 40 hex digits are a commit. Else the hub says which one the revision stands for, so that a dataset that has
+        # changed is prepared again.
+        if not revision or len(revision) != 40:
+            hub = require("huggingface_hub", f"the dataset {dataset!r}")
+            # every way of being offline has its own class; documents() reports a real fault
+            with suppress(Exception):
+                revision = hub.HfApi().dataset_info(dataset, revision=revision, timeout=10).sha
+        return {**known, "commit": revision}
+    inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
+    # Hidden files (.git, caches) are no data, and change without it.
+    shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
+    return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
 
 
 TextSource = FileSource | HubSource
@@ -213,7 +207,8 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
             paths += [Path(folder, name) for name in names if name.endswith(WHOLE_FILE_SUFFIXES)]
         return FileSource([local_file(path, root) for path in sorted(paths)])
     if spec.dataset is not None:
-        return HubSource(spec.dataset, spec.config, spec.split, spec.revision, column, key)
+        named = (spec.dataset, spec.config, spec.split, spec.revision)
+        return HubSource(*named, column, key, identity_of_dataset(*named))
     # the recipe names one of the three
     files = list_files(str(spec.path), f"{key}.path", spec.format)
     for file in files if conditions else ():
@@ -229,14 +224,11 @@ def open_sources(data: Data) -> list[TextSource]:
 
 
 def source_from_json(values: dict) -> TextSource:
-    """Open the source that a `to_json` describes."""
+    """Make the source whose fields JSON gives back."""
+    column = TextColumn(**values["column"])
     if "files" in values:
-        return FileSource([InputFile(*file) for file in values["files"]], TextColumn(*values["column"]))
-    fields = {key: value for key, value in values.items() if key != "fingerprint"}
-    source = HubSource(**{**fields, "column": TextColumn(**values["column"])})
-    # All tasks go by the commit that was there at the start.
-    source.__dict__["_fingerprint"] = values["fingerprint"]
-    return source
+        return FileSource([InputFile(*file) for file in values["files"]], column)
+    return HubSource(**{**values, "column": column})
 
 
 @dataclass
@@ -368,19 +360,9 @@ class Corpus:
         remedy = "add text or change the recipe's data section"
         return UserError(f"data {self.name!r}: the corpus is empty: {what}; {remedy}")
 
-    def to_json(self) -> dict:
-        """Describe the corpus, for a process on another machine."""
-        return {
-            "name": self.name,
-            "places": self.places,
-            "sources": [source.to_json() for source in self.sources],
-            "skip_undecodable": self.skip_undecodable,
-            "pieces": self.pieces,
-            "tasks": [[task.start, task.stop] for task in self.tasks],
-        }
-
     @classmethod
     def from_json(cls, values: dict) -> "Corpus":
+        """Make the corpus whose fields JSON gives back; of a range both ends."""
         pieces = [TextPiece(source, [Extent(*each) for each in own]) for source, own in values["pieces"]]
         tasks, sources = [range(*task) for task in values["tasks"]], map(source_from_json, values["sources"])
         return cls(**{**values, "pieces": pieces, "tasks": tasks, "sources": list(sources)})

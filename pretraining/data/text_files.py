@@ -54,8 +54,7 @@ MAX_LINE_BYTES = 1 << 30
 _PARQUET_ROWS = 256  # decoded at once
 
 
-@dataclass(frozen=True)
-class InputFile:
+class InputFile(NamedTuple):
     """One file of a source."""
 
     address: str

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from pretraining.data.manifest import read_manifest
+from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.slurm import run_slurm_job
+from pretraining.errors import UserError
 from tests.data.test_data_prep import bytes_of
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.runs import REPOSITORY, Started, execute
@@ -348,6 +350,13 @@ def test_a_job_whose_node_is_taken_back_is_queued_again(tmp_path, monkeypatch):
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert ended.value.code == 15 and (tmp_path / "asked").read_text() == "requeue 4711\n"
+
+
+def test_a_job_that_another_version_submitted_is_one_line(tmp_path):
+    """What it had noted has another form; the command notes it anew, and takes what is finished."""
+    (tmp_path / "preparation.json").write_text(json.dumps({"folder": str(tmp_path / "corpus")}))
+    with pytest.raises(UserError, match=r"preparation\.json: another version .* wrote it; run the same"):
+        Preparation.load(tmp_path)
 
 
 @pytest.mark.skipif(

@@ -7,7 +7,7 @@ portion alone: not on the order of work, and not on what smaller portions were p
 
 import json
 import shutil
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import filterfalse
 from pathlib import Path
@@ -21,12 +21,15 @@ from pretraining.data.preparation import cleaning
 from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Texts, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
+from pretraining.errors import UserError
 from pretraining.extend import read_extensions
 from pretraining.recipe.data import Data
 from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.durable_files import replacing, replacing_folder
 
 STATE_NAME = "preparation.json"
+FORM = 2
+"""Of this file, which jobs of a cluster read that another version may have submitted."""
 
 FEWEST_TOKEN_BYTES = 2
 """Bytes of text in a token, at least, as is assumed until a task is finished."""
@@ -267,22 +270,23 @@ class Preparation:
 
     def save(self) -> None:
         """Write the preparation to the work folder, for tasks in other processes."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values |= {"folder": str(self.folder), "data": self.data.to_dict(), "corpus": self.corpus.to_json()}
-        values |= {"validation": self.validation and self.validation.to_json()}
+        values = {"form": FORM, **asdict(self), "data": self.data.to_dict()}
         with replacing(self.work / STATE_NAME) as file:
-            json.dump({**values, "bounds": list(self.bounds.items())}, file)
+            json.dump(values, file, default=lambda v: [v.start, v.stop] if isinstance(v, range) else str(v))
 
     @classmethod
     def load(cls, work: Path) -> "Preparation":
-        values = json.loads((work / STATE_NAME).read_text(encoding="utf-8"))
+        path = work / STATE_NAME
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.pop("form", None) != FORM:
+            raise UserError(f"{path}: another version of this code wrote it; run the same data_prep.py again")
         # before the filters that they define are built
-        values["extensions"] = tuple(values.get("extensions", ()))
-        read_extensions(values["extensions"], work, str(work / STATE_NAME))
+        values["extensions"] = tuple(values["extensions"])
+        read_extensions(values["extensions"], work, str(path))
         # The fingerprints come from the file too: all tasks use those that were found at the start.
         opened: dict = {"folder": Path(values["folder"]), "data": Data.of(values["data"])}
         opened["corpus"] = Corpus.from_json(values["corpus"])
         opened["validation"] = values["validation"] and Corpus.from_json(values["validation"])
         opened["targets"] = [target and Portion(*target) for target in values["targets"]]
-        opened["bounds"] = {number: Portion(*bound) for number, bound in values["bounds"]}
+        opened["bounds"] = {int(number): Portion(*bound) for number, bound in values["bounds"].items()}
         return cls(**{**values, **opened})
