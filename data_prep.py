@@ -10,9 +10,8 @@ from pretraining.command_line import (
     not_negative_integer,
     positive_integer,
 )
-from pretraining.data.preparation.execution import EXECUTORS, Execution
+from pretraining.data.preparation.execution import EXECUTORS, SLURM_KEYS, Execution, read_slurm_options
 from pretraining.data.preparation.prepare import count_data, counts_text, prepare_data
-from pretraining.data.preparation.slurm import SLURM_KEYS, read_slurm_options
 from pretraining.errors import one_line_errors
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.processes import end_with_standard_input

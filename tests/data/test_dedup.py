@@ -17,12 +17,14 @@ import pytest
 from pretraining.data.dedup import duplicates
 from pretraining.data.dedup.duplicates import (
     DUPLICATE,
+    FIRST_NAME,
     HASHES_NAME,
     NEIGHBOURS,
     PAIR,
     TRAIN,
     TWIN,
     VALIDATION,
+    WINDOWS_NAME,
     Clusters,
     SignatureParts,
     assign_fates,
@@ -31,12 +33,8 @@ from pretraining.data.dedup.duplicates import (
     exact_pairs,
     hash_texts,
     match_slice,
-    unique_pairs,
-)
-from pretraining.data.dedup.passages import (
-    FIRST_NAME,
-    WINDOWS_NAME,
     repeated_windows,
+    unique_pairs,
     windows_of,
     without_windows,
 )
@@ -368,7 +366,7 @@ def test_repeated_passages_are_those_that_a_look_at_every_window_finds(tmp_path,
     expected = repeats_straight(texts, decided.tolist())
     assert sum(map(len, expected)) > 40 and bool(expected[41]) != bool(fates)
     for ranges, num_slices in ((1, 1), (1, 3), (8, 3)):
-        monkeypatch.setattr("pretraining.data.dedup.passages.num_ranges", lambda _, ranges=ranges: ranges)
+        monkeypatch.setattr("pretraining.data.dedup.duplicates.num_ranges", lambda _, ranges=ranges: ranges)
         found: list[set[int]] = [set() for _ in texts]
         for part in range(num_slices):
             slice_ = (NUM_WORDS, part, num_slices)

@@ -10,9 +10,8 @@ import fsspec
 import pytest
 
 from pretraining.command_line import number_of_tokens
-from pretraining.data.preparation.execution import Execution
+from pretraining.data.preparation.execution import Execution, run_slurm_job
 from pretraining.data.preparation.prepare import prepare_data
-from pretraining.data.preparation.slurm import run_slurm_job
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
@@ -159,11 +158,11 @@ def test_jobs_of_a_cluster_make_the_same_bytes(sources, tmp_path, monkeypatch):
         scripts.append(Path(words[-1]).read_text())
         return f"Submitted batch job {len(scripts)}\n"
 
-    monkeypatch.setattr("pretraining.data.preparation.slurm.subprocess.check_output", submit)
+    monkeypatch.setattr("pretraining.data.preparation.execution.subprocess.check_output", submit)
     execution = Execution("slurm", slurm={"partition": "cpu", "tasks_per_job": 3})
     assert prepare_data(recipe, tmp_path / "jobs", False, execution).jobs
     for script in scripts:
-        work, name, first = script.split("pretraining.data.preparation.slurm ")[1].split()[:3]
+        work, name, first = script.split("pretraining.data.preparation.execution ")[1].split()[:3]
         last = int(re.search(r"--array=0-(\d+)", script)[1])
         for number in range(last + 1):
             monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(number))

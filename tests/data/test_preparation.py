@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pretraining.data.manifest import read_manifest
+from pretraining.data.preparation.execution import run_slurm_job
 from pretraining.data.preparation.plan import Preparation
-from pretraining.data.preparation.slurm import run_slurm_job
 from pretraining.errors import UserError
 from tests.data.test_data_prep import bytes_of
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub

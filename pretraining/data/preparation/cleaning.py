@@ -21,9 +21,9 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
-from pretraining.data.dedup import decontamination, duplicates, passages
+from pretraining.data.dedup import decontamination, duplicates
 from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
-from pretraining.data.preparation.stage import Stage
+from pretraining.data.preparation import Stage
 from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain, FilterReport
 from pretraining.data.text_files import Document
@@ -156,12 +156,12 @@ class Clean(Stage):
                     columns[duplicates.KEYS_NAME].append(signatures.keys)
                     columns[duplicates.SKETCH_NAME].append(signatures.sketch)
                 if self.dedup and self.dedup.passages:
-                    hashes, counts = passages.windows_of(batch.texts, self.dedup.passages.words)
-                    columns[passages.WINDOWS_NAME].append(hashes)
-                    columns[passages.FIRST_NAME].append(counts)
-        if passages.FIRST_NAME in columns:
-            counted = np.cumsum(np.concatenate([[0], *columns[passages.FIRST_NAME]]))
-            columns[passages.FIRST_NAME] = [counted.astype(np.int64)]
+                    hashes, counts = duplicates.windows_of(batch.texts, self.dedup.passages.words)
+                    columns[duplicates.WINDOWS_NAME].append(hashes)
+                    columns[duplicates.FIRST_NAME].append(counts)
+        if duplicates.FIRST_NAME in columns:
+            counted = np.cumsum(np.concatenate([[0], *columns[duplicates.FIRST_NAME]]))
+            columns[duplicates.FIRST_NAME] = [counted.astype(np.int64)]
         for name, parts in columns.items():
             axis = 1 if name == duplicates.KEYS_NAME else 0
             np.save(folder / name, np.concatenate(parts, axis))
@@ -285,7 +285,7 @@ class Passages(Stage):
         pieces = self.fates.match.clean.outputs()
         (decided,) = self.fates.outputs()
         fates = [np.load(decided / f"{piece:05d}.npy") for piece in range(len(pieces))]
-        found = passages.repeated_windows(pieces, fates, self.section.words, number, len(self.keys))
+        found = duplicates.repeated_windows(pieces, fates, self.section.words, number, len(self.keys))
         for name, numbers in zip(("windows", "documents"), found, strict=True):
             np.save(folder / f"{name}.npy", numbers)
 
@@ -293,7 +293,7 @@ class Passages(Stage):
     def _bases(self) -> np.ndarray:
         """[pieces + 1]: the windows before each piece."""
         outputs = self.fates.match.clean.outputs()
-        return np.cumsum([0, *(int(np.load(output / passages.FIRST_NAME)[-1]) for output in outputs)])
+        return np.cumsum([0, *(int(np.load(output / duplicates.FIRST_NAME)[-1]) for output in outputs)])
 
     def of_piece(self, piece: int) -> Iterator[np.ndarray]:
         """Yield for each document of a piece, in order, the windows of it that occurred before."""
@@ -303,7 +303,7 @@ class Passages(Stage):
             windows = np.load(output / "windows.npy", mmap_mode="c")
             inside.append(windows[slice(*np.searchsorted(windows, (start, stop)))])
         windows = np.sort(np.concatenate(inside)) - start
-        first = np.load(self.fates.match.clean.folder(piece) / passages.FIRST_NAME)
+        first = np.load(self.fates.match.clean.folder(piece) / duplicates.FIRST_NAME)
         borders = np.searchsorted(windows, first).tolist()
         for number, (low, high) in enumerate(pairwise(borders)):
             yield windows[low:high] - first[number]
@@ -391,7 +391,7 @@ class CleanedCorpus:
         for document, fate, windows in decided:
             if fate in (None, duplicates.TRAIN, duplicates.VALIDATION):
                 if len(windows):
-                    text = passages.without_windows(document.text, windows, self.passages.section.words)
+                    text = duplicates.without_windows(document.text, windows, self.passages.section.words)
                     document = document._replace(text=text)
                 # A text of which nothing is left is no document, and has no fate.
                 if document.text:

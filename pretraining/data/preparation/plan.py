@@ -17,8 +17,7 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus, TextSource
 from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
-from pretraining.data.preparation import cleaning
-from pretraining.data.preparation.stage import Stage
+from pretraining.data.preparation import Stage, cleaning
 from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Texts, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
 from pretraining.errors import UserError
