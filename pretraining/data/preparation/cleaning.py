@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import chain, groupby, islice, pairwise, repeat
+from itertools import chain, islice, pairwise, repeat
 from pathlib import Path
 
 import numpy as np
@@ -45,44 +45,41 @@ class EvaluationSets(Stage):
 
     name = "evaluation-sets"
     section: Decontaminate
-    own: Corpus | None = None
-    """The texts of `data.validation`, if no training text may hold a stretch of them."""
-    own_names: tuple[str, ...] = ()
-    """What the recipe calls their sources."""
-    own_documents: tuple[int | None, ...] = ()
-    """How many of their first documents count; None: all."""
+    data: Data
+    validation: Corpus | None
+    """The texts of `data.validation`."""
 
-    @classmethod
-    def from_recipe(cls, work: Path, data: Data, validation: Corpus | None) -> "EvaluationSets | None":
-        """Read `data.decontaminate`; None if there is none. `validation`: the texts of `data.validation`."""
-        section = data.decontaminate
-        if section is None:
-            return None
-        if not section.validation or validation is None or data.validation is None:
-            return cls(work, section)
-        names = tuple(source.called for source in data.validation.sources)
+    @property
+    def own(self) -> list[tuple[str, int | None]]:
+        """List the sources of validation of which no training text may hold a stretch.
+
+        Each with the number of its first documents that count; None: all.
+        """
+        own = self.data.validation
+        if own is None or not self.section.validation:
+            return []
         # What filters leave, and how many tokens it has, is not known yet: all documents count.
-        filters = data.validation.filters and data.filters
-        most = tuple(None if filters else source.max_documents for source in data.validation.sources)
-        return cls(work, section, validation, names, most)
+        all_count = own.filters and self.data.filters
+        return [(source.called, None if all_count else source.max_documents) for source in own.sources]
 
     @cached_property
     def keys(self) -> list[str]:
         """Make one key, of the files of the folder, the names of the tasks and the texts of `data.validation`."""
-        section, own = self.section, self.own and [self.own.keys, self.own_names, self.own_documents]
+        section = self.section
+        own = [self.validation.keys, *zip(*self.own, strict=True)] if self.own else None
         files = decontamination.fingerprint_of_sets(section.folder, section.tasks)
         return [digest_of(section.ngram, section.shortest, section.share, files, own)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""
-        sets = decontamination.read_evaluation_sets(self.section.folder, self.section.tasks)
-        own, pieces = [], enumerate(self.own.pieces if self.own else ())
-        for source, numbered in groupby(pieces, lambda numbered: numbered[1].source):
+        texts = decontamination.read_evaluation_sets(self.section.folder, self.section.tasks)
+        for source, (name, documents) in enumerate(self.own):
+            pieces = [n for n, piece in enumerate(self.validation.pieces) if piece.source == source]
             # Generators: what is behind the last document that counts is not read.
-            batches = [self.own.batches(range(number, number + 1), {}) for number, _ in numbered]
-            texts = chain.from_iterable(batch.texts for batch in chain.from_iterable(batches))
-            own.append(zip(repeat(self.own_names[source]), islice(texts, self.own_documents[source])))
-        index = decontamination.build_index(chain(sets, *own), self.section)
+            batches = self.validation.batches(range(pieces[0], pieces[-1] + 1), {})
+            own = chain.from_iterable(batch.texts for batch in batches)
+            texts = chain(texts, zip(repeat(name), islice(own, documents)))
+        index = decontamination.build_index(texts, self.section)
         for length, hashes in index.hashes.items():
             np.save(folder / f"{length}.hashes.npy", hashes)
             np.save(folder / f"{length}.owners.npy", index.owners[length])

@@ -165,7 +165,8 @@ class Preparation:
             return None
         # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
-        sets = cleaning.EvaluationSets.from_recipe(self.work, data, self.validation)
+        asked = data.decontaminate
+        sets = cleaning.EvaluationSets(self.work, asked, data, self.validation) if asked else None
         names = tuple(spec.called for spec in data.sources)
         clean = cleaning.Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
