@@ -83,10 +83,7 @@ class FileSource:
         for file in [file for file in self.files if not is_remote(file.address)]:
             path = Path(file.address)
             if not path.is_file() or local_file(path, path.parent)._replace(name=file.name) != file:
-                what = "changed or removed while it was being prepared"
-                raise UserError(
-                    f"{file.address}: {what}; run the same command again once nobody writes there"
-                )
+                raise _changed(file.address)
 
     @staticmethod
     def _identity(file: InputFile) -> tuple:
@@ -121,8 +118,6 @@ class HubSource:
     split: str
     revision: str | None
     column: TextColumn = field(default_factory=TextColumn)
-    key: str = "data.sources"
-    """The key of the recipe that names the dataset, for error messages."""
     identity: dict = field(default_factory=dict)
     """`identity_of_dataset` as it was found at the start, by which all tasks go."""
     large_pieces: ClassVar[bool] = True
@@ -149,7 +144,10 @@ class HubSource:
         return digest_of([self.fingerprint(), [list(extent) for extent in extents]], *self.column.identity)
 
     def check_unchanged(self) -> None:
-        pass  # the hub keeps its commits
+        """Raise UserError if a folder has changed since it was opened; the hub keeps its commits."""
+        now = (self.dataset, self.config, self.split, self.revision)
+        if "commit" not in self.identity and identity_of_dataset(*now) != self.identity:
+            raise _changed(self.dataset)
 
     def _stream(self):
         datasets = require("datasets", f"the dataset {self.dataset!r}")
@@ -163,7 +161,8 @@ class HubSource:
     def _unreachable(self, error: Exception) -> UserError:
         reason = reason_of(error)
         what = f"cannot be read ({type(error).__name__}: {reason})"
-        remedy = f"check dataset, config, split and revision in {self.key}, and the network"
+        key = self.column.key.rpartition(".")[0]
+        remedy = f"check dataset, config, split and revision in {key}, and the network"
         return UserError(f"dataset {self.dataset!r}: {what}; {remedy}")
 
     def content(self) -> str:
@@ -171,6 +170,11 @@ class HubSource:
 
     def fingerprint(self) -> dict:
         return dict(self.identity)  # a copy: the caller may fill in a missing commit
+
+
+def _changed(place: str) -> UserError:
+    what = "changed or removed while it was being prepared"
+    return UserError(f"{place}: {what}; run the same command again once nobody writes there")
 
 
 def identity_of_dataset(dataset: str, config: str | None, split: str, revision: str | None) -> dict:
@@ -208,7 +212,7 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
         return FileSource([local_file(path, root) for path in sorted(paths)])
     if spec.dataset is not None:
         named = (spec.dataset, spec.config, spec.split, spec.revision)
-        return HubSource(*named, column, key, identity_of_dataset(*named))
+        return HubSource(*named, column, identity_of_dataset(*named))
     # the recipe names one of the three
     files = list_files(str(spec.path), f"{key}.path", spec.format)
     for file in files if conditions else ():

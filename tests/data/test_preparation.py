@@ -262,17 +262,33 @@ def test_ctrl_c_is_one_line_and_keeps_what_is_finished(reference, tmp_path, exec
     assert "Traceback" not in finished.stderr and kept.items() <= tasks_done(tmp_path / "data").items()
 
 
-def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path):
-    """Its tokens are not taken for those of the file that the manifest would name."""
+@pytest.mark.parametrize("key", ["path", "dataset"])
+def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path, key):
+    """Its tokens are not taken for those of the file that the manifest would name; of a dataset, the folder is."""
     own, writer = tmp_path / "texts", tmp_path / "writer.py"
     own.mkdir()
     for path in sorted(corpus.iterdir())[:2]:
         victim = shutil.copy(path, own)
     writer.write_text("def keep(text, path):\n    open(path, 'a').write('\\n')\n    return True\n")
     rule = {"rule": "callable", "import": f"{writer}:keep", "arguments": {"path": str(victim)}}
-    finished = execute(command(recipe_of(own, tmp_path, filters=[rule]), tmp_path / "data"))
+    recipe = recipe_of(own, tmp_path, filters=[rule], sources=[{key: str(own)}])
+    finished = execute(command(recipe, tmp_path / "data"))
     assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
-    assert f"error: {victim}: changed or removed while it was being prepared" in finished.stderr
+    named = victim if key == "path" else own
+    assert f"error: {named}: changed or removed while it was being prepared" in finished.stderr
+
+
+def test_a_list_that_changes_meanwhile_is_named(corpus, tmp_path):
+    """The verdicts of a filter are those of the list that the manifest has the checksum of."""
+    writer, words = tmp_path / "writer.py", tmp_path / "words.txt"
+    words.write_text("licence\n")
+    writer.write_text("def keep(text, path):\n    open(path, 'a').write('word\\n')\n    return True\n")
+    rules = [{"rule": "callable", "import": f"{writer}:keep", "arguments": {"path": str(words)}}]
+    rules.append({"rule": "blocklist", "path": str(words)})
+    recipe = recipe_of(corpus, tmp_path, filters=rules)
+    finished = execute(command(recipe, tmp_path / "data", "--executor", "inline"))
+    assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
+    assert "data.filters.1: what it reads has changed while the data was prepared" in finished.stderr
 
 
 NONSENSE = {

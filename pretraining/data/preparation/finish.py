@@ -21,6 +21,7 @@ from pretraining.data.manifest import (
     FORMAT,
     POSITIONS_FILE,
     check_blocks,
+    consulted,
     deciding_section,
     read_manifest,
     reading_options,
@@ -152,13 +153,18 @@ def keep_arrived(preparation: Preparation) -> None:
 def finish(preparation: Preparation, show_progress: bool = False) -> Path | None:
     """Gather the shards, write the manifest, and put the data set in its place.
 
-    Returns the path under which an earlier data set is kept, if there was another one. Raises UserError if a source has
-    changed, a task has not finished, the corpus is empty, or a split is too small for one block.
+    Returns the path under which an earlier data set is kept, if there was another one. Raises UserError if a source, or
+    what a filter reads, has changed, a task has not finished, the corpus is empty, or a split is too small for a block.
     """
     # A source that changed meanwhile would give a data set of two versions.
     for corpus in filter(None, [preparation.corpus, preparation.validation]):
         for source in corpus.sources:
             source.check_unchanged()
+    now = consulted(preparation.data.to_dict())
+    for key in preparation.consulted:
+        if now[key] != preparation.consulted[key]:
+            what = "what it reads has changed while the data was prepared"
+            raise UserError(f"{key}: {what}; run the same command again once nobody writes there")
     survey = preparation.survey()
     preparation.tokenize.refuse(survey.missing)
     trained = _train_parts(preparation, survey)

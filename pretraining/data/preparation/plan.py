@@ -75,6 +75,8 @@ class Preparation:
     """How much to prepare of each source; None: all of it."""
     begun: list[dict]
     """What `folder` holds of each source already, to go on from: "begun" of its manifest's entry; {}: nothing."""
+    consulted: dict
+    """What filters and decontamination use, as it was at the beginning."""
     extensions: tuple[str, ...] = ()
     """Absolute paths or names of the user's modules that define filters."""
     bounds: dict[int, Portion] = field(default_factory=dict)
@@ -102,7 +104,8 @@ class Preparation:
         named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
         vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
         targets = targets or [None] * of_training
-        planned = cls(folder, data, vocab_size, length, corpus, own, fingerprints, targets, begun, named)
+        known = (fingerprints, targets, begun, consulted(data.to_dict()))
+        planned = cls(folder, data, vocab_size, length, corpus, own, *known, named)
         if earlier is None:
             return planned
         begun = [each.get("begun", {}) for each in earlier["sources"]]
@@ -139,11 +142,6 @@ class Preparation:
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
-
-    @cached_property
-    def consulted(self) -> dict:
-        """Describe what filters and decontamination use, as it is at the beginning."""
-        return consulted(self.data.to_dict())
 
     @cached_property
     def origin(self) -> str:
