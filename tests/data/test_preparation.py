@@ -278,17 +278,22 @@ def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path, key):
     assert f"error: {named}: changed or removed while it was being prepared" in finished.stderr
 
 
-def test_a_list_that_changes_meanwhile_is_named(corpus, tmp_path):
-    """The verdicts of a filter are those of the list that the manifest has the checksum of."""
-    writer, words = tmp_path / "writer.py", tmp_path / "words.txt"
+@pytest.mark.parametrize("key", ["filters.1", "decontaminate.folder"])
+def test_a_list_that_changes_meanwhile_is_named(corpus, tmp_path, key):
+    """What is left out follows from the words, or the evaluation sets, of which the manifest has the checksum."""
+    writer, words = tmp_path / "writer.py", tmp_path / "sets" / "words.txt"
+    words.parent.mkdir()
     words.write_text("licence\n")
     writer.write_text("def keep(text, path):\n    open(path, 'a').write('word\\n')\n    return True\n")
     rules = [{"rule": "callable", "import": f"{writer}:keep", "arguments": {"path": str(words)}}]
-    rules.append({"rule": "blocklist", "path": str(words)})
-    recipe = recipe_of(corpus, tmp_path, filters=rules)
+    if key == "filters.1":
+        rules.append({"rule": "blocklist", "path": str(words)})
+        recipe = recipe_of(corpus, tmp_path, filters=rules)
+    else:
+        recipe = recipe_of(corpus, tmp_path, filters=rules, decontaminate={"folder": str(words.parent)})
     finished = execute(command(recipe, tmp_path / "data", "--executor", "inline"))
     assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
-    assert "data.filters.1: what it reads has changed while the data was prepared" in finished.stderr
+    assert f"data.{key}: what it reads has changed while the data was prepared" in finished.stderr
 
 
 NONSENSE = {

@@ -45,6 +45,8 @@ class EvaluationSets(Stage):
 
     name = "evaluation-sets"
     section: Decontaminate
+    files: str
+    """`fingerprint_of_sets` at the beginning."""
     data: Data
     validation: Corpus | None
     """The texts of `data.validation`."""
@@ -67,8 +69,7 @@ class EvaluationSets(Stage):
         """Make one key, of the files of the folder, the names of the tasks and the texts of `data.validation`."""
         section = self.section
         own = [self.validation.keys, *zip(*self.own, strict=True)] if self.own else None
-        files = decontamination.fingerprint_of_sets(section.folder, section.tasks)
-        return [digest_of(section.ngram, section.shortest, section.share, files, own)]
+        return [digest_of(section.ngram, section.shortest, section.share, self.files, own)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Write the index: its arrays as .npy, all else as JSON."""

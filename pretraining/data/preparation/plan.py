@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus, TextSource
+from pretraining.data.dedup.decontamination import fingerprint_of_sets
 from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
 from pretraining.data.preparation import Stage, cleaning
@@ -77,6 +78,8 @@ class Preparation:
     """What `folder` holds of each source already, to go on from: "begun" of its manifest's entry; {}: nothing."""
     consulted: dict
     """What filters and decontamination use, as it was at the beginning."""
+    evaluation_sets: str | None
+    """Their fingerprint, if there are such."""
     extensions: tuple[str, ...] = ()
     """Absolute paths or names of the user's modules that define filters."""
     bounds: dict[int, Portion] = field(default_factory=dict)
@@ -104,7 +107,8 @@ class Preparation:
         named = tuple(str(each.path.absolute()) if each.is_file else each.module for each in filtering)
         vocab_size, length = recipe.model.vocab_size, recipe.sequence_length
         targets = targets or [None] * of_training
-        known = (fingerprints, targets, begun, consulted(data.to_dict()))
+        sets = data.decontaminate and fingerprint_of_sets(data.decontaminate.folder, data.decontaminate.tasks)
+        known = (fingerprints, targets, begun, consulted(data.to_dict()), sets)
         planned = cls(folder, data, vocab_size, length, corpus, own, *known, named)
         if earlier is None:
             return planned
@@ -163,8 +167,9 @@ class Preparation:
             return None
         # For the error of an empty corpus: these keys may have left nothing.
         cleaned_by = [key for key in CLEANING_KEYS if getattr(data, key)]
-        asked = data.decontaminate
-        sets = cleaning.EvaluationSets(self.work, asked, data, self.validation) if asked else None
+        sets = None
+        if asked := data.decontaminate:
+            sets = cleaning.EvaluationSets(self.work, asked, self.evaluation_sets, data, self.validation)
         names = tuple(spec.called for spec in data.sources)
         clean = cleaning.Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
