@@ -121,6 +121,23 @@ def test_every_task_reads_the_commit_that_was_found_at_the_start(tmp_path, execu
     assert (source["commit"], source["documents"]) == ("0" * 40, 90)
 
 
+def test_a_preparation_that_goes_on_while_the_hub_is_silent_reads_the_commit_of_before(tmp_path):
+    """It is assumed that the hub still holds what was prepared; so that is what the rest is read from."""
+    with LocalHub() as hub:
+        for rows in (30, 20):
+            lines = "".join(json.dumps({"text": f"row {row} of this version"}) + "\n" for row in range(rows))
+            hub.versions.append({f"train-{part:05d}-of-00003.jsonl": lines.encode() for part in range(3)})
+        asked = {**hub.environment, "HF_HOME": tmp_path / "hub"}
+        for cap in ({"max_documents": 40}, {}):
+            source = {"dataset": REPOSITORY_ID, **cap}
+            recipe = recipe_of(tmp_path, tmp_path, sources=[source], tokenizer={"units": "bytes"})
+            finished = execute(command(recipe, tmp_path / "data"), **asked)
+            assert finished.code == 0, finished.output
+            hub.is_silent_about_main = True
+    (source,) = read_manifest(tmp_path / "data" / "corpus")["sources"]
+    assert (source["commit"], source["documents"]) == ("0" * 40, 90)
+
+
 def tasks_done(root: Path) -> dict[str, int]:
     """{finished task: when it was written, in ns}."""
     found = (root / ".corpus.work").glob("*/[0-9]*-*")

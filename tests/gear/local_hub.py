@@ -32,6 +32,7 @@ class LocalHub(Served):
         self.asked: list[str] = []
         """What was asked of files of models: `HEAD someone/model/resolve/main/config.json`."""
         self.times_main_was_asked = 0
+        self.is_silent_about_main = False
         self.versions: list[dict[str, bytes]] = []
         """Files of the data set, to be streamed: main is the first of them, and from each time on that it is asked for
         the next one. Of version n the commit is n, in 40 digits."""
@@ -143,7 +144,10 @@ class _Handler(BaseHTTPRequestHandler):
             inside = self.path.partition("?")[0].partition("/tree/")[2].count("/")
             return self._answer(self._listed(self.path)) if not inside else self._answer_missing()
         if self.server.versions and re.fullmatch(rf"/api{OF_DATA}(/revision/.+)?", self.path):
-            commit, files = self.server.version_of(self.path.partition("/revision/")[2] or "main")
+            revision = self.path.partition("/revision/")[2] or "main"
+            if self.server.is_silent_about_main and revision == "main":
+                return self._answer({"error": "later"}, 500)
+            commit, files = self.server.version_of(revision)
             siblings = [{"rfilename": name} for name in files]
             return self._answer({"id": REPOSITORY_ID, "sha": commit, "siblings": siblings})
         if re.match(rf"/api/datasets/{REPOSITORY_ID}/tree/main", self.path):

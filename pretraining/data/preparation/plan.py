@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pretraining.data.checksums import digest_of
-from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus, TextSource
+from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Corpus, HubSource, TextSource
 from pretraining.data.dedup.decontamination import fingerprint_of_sets
 from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
@@ -100,6 +100,9 @@ class Preparation:
         earlier: the manifest in `folder` of the same data, of which there is less; the preparation goes on from there.
         """
         data, of_training = recipe.data, len(recipe.data.sources)
+        # Of a hub that is silent, what was prepared before is assumed, and read.
+        found = zip(sources, fingerprints, strict=True)
+        sources = [replace(s, identity=f) if isinstance(s, HubSource) else s for s, f in found]
         corpus, begun = Corpus.of(data, sources[:of_training]), [{}] * of_training
         own = Corpus.of(data, sources[of_training:], data.validation.sources) if data.validation else None
         # other modules may import torch, for which no worker should wait
