@@ -23,8 +23,8 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import open_sources
 from pretraining.data.manifest import deciding_section, num_shard_bytes, read_manifest
 from pretraining.data.portions import lacking, portions_of
-from pretraining.data.preparation.prepare import prepared_differences
 from pretraining.data.preparation.execution import read_slurm_options
+from pretraining.data.preparation.prepare import prepared_differences
 from pretraining.doctor.gpus import read_gpus
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
