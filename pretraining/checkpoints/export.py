@@ -20,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from pretraining.checkpoints.folders import damage, files_in, move_aside
 from pretraining.checkpoints.format import MARKER, commit_checkpoint, file_entry, read_marker, write_receipt
-from pretraining.checkpoints.live_state import live_state
+from pretraining.checkpoints.live_state import LiveState
 from pretraining.checkpoints.shard_files import (
     BUFFER,
     STATE_FILE,
@@ -201,7 +201,7 @@ def averaged_weights(trainer: Trainer) -> Iterator[bool]:
 
     Every rank must call it. Yields whether there is an average; if so, it takes memory for a copy of the masters.
     """
-    live = live_state(trainer.model, trainer.optimizer)
+    live = LiveState(trainer.model, trainer.optimizer)
     averaging = [block for block in live.blocks if AVERAGING in block.state]
     if not averaging:
         yield False
@@ -225,7 +225,7 @@ def exponential_average(trainer: Trainer) -> Iterator[None]:
 
     Every rank must call it. Takes memory for a small part of the weights.
     """
-    live = live_state(trainer.model, trainer.optimizer)
+    live = LiveState(trainer.model, trainer.optimizer)
 
     @torch.no_grad()
     def exchange() -> None:

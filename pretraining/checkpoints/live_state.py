@@ -6,7 +6,7 @@ holds pieces of many parameters and padding. Here both are a `Block` with its `P
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,12 +38,14 @@ class Piece(NamedTuple):
 class Block:
     """A tensor that the optimizer steps."""
 
+    number: int
     tensor: torch.Tensor
     group: int  # index of the optimizer's parameter group
     optimizer: torch.optim.Optimizer
     pieces: list[Piece]
     # all that step with this block, even without a piece on this rank: the block's scalars are theirs too
     parameters: list[str]
+    is_swapped: bool  # whether it is on NVMe, and in memory only while it is `held`
 
     @property
     def state(self) -> dict:
@@ -80,28 +82,23 @@ def _share_of(piece: Piece, rank: int, ranks: int) -> Piece:
     return piece._replace(start=piece.start + first, numel=end - first, offset=piece.offset + first)
 
 
-def live_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> "LiveState":
-    """Return the state of an unwrapped model and its optimizer, also if accelerate and DeepSpeed have wrapped it."""
-    # accelerate wraps every optimizer, DeepSpeed's too.
-    while type(optimizer).__module__.startswith("accelerate."):
-        optimizer = optimizer.optimizer
-    # DeepSpeed's ZeRO optimizers are looked for first, by class; the last test is for torch's own.
-    if deepspeed.is_stage_3(optimizer):
-        return PartitionedParameters(model, optimizer)
-    if deepspeed.is_stage_1_or_2(optimizer):
-        return PartitionedOptimizer(model, optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        raise UserError(f"checkpoints cannot read DeepSpeed's {kind}: choose another ds_config")
-    return LiveState(model, optimizer)
-
-
 class LiveState:
-    """The blocks of this rank if no parameter is sharded: plain PyTorch, DDP and stage 0."""
+    """The blocks of this rank, of an unwrapped model and an optimizer that accelerate and DeepSpeed may have wrapped.
 
-    is_partitioned = False
+    Plain PyTorch, DDP and stage 0: each parameter is a block. ZeRO-1 and 2: each parameter group is one flat vector, of
+    which each rank optimizes a partition. ZeRO-3: each rank has an equal part, perhaps padded, of every parameter, in
+    sub-groups that may be on NVMe.
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        # accelerate wraps every optimizer, DeepSpeed's too.
+        while type(optimizer).__module__.startswith("accelerate."):
+            optimizer = optimizer.optimizer
+        self.is_stage_3 = deepspeed.is_stage_3(optimizer)
+        self.is_partitioned = self.is_stage_3 or deepspeed.is_stage_1_or_2(optimizer)
+        if not self.is_partitioned and not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise UserError(f"checkpoints cannot read DeepSpeed's {kind}: choose another ds_config")
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.model, self.optimizer = model, optimizer
         self.torch_optimizer = optimizer.optimizer if self.is_partitioned else optimizer
@@ -122,12 +119,15 @@ class LiveState:
         self.frozen = {name: parameter for parameter, name in self.names.items() if name not in trained}
 
     def _blocks(self) -> Iterator[Block]:
-        for tensor, group, optimizer, parameters, slices in deepspeed.partitions(self.optimizer):
+        for number, partition in enumerate(deepspeed.partitions(self.optimizer)):
+            tensor, group, optimizer, parameters, slices = partition
             pieces = []
             for each in slices:
                 name = self.names[each.parameter]
                 pieces.append(Piece(name, each.start, each.numel, each.offset, self.cuts[name]))
-            yield Block(tensor, group, optimizer, pieces, [self.names[parameter] for parameter in parameters])
+            is_swapped = self.is_stage_3 and deepspeed.is_on_nvme(self.optimizer, number)
+            names = [self.names[parameter] for parameter in parameters]
+            yield Block(number, tensor, group, optimizer, pieces, names, is_swapped)
 
     @property
     def kept_whole(self) -> dict[tuple[str, str], torch.Tensor]:
@@ -136,78 +136,37 @@ class LiveState:
 
     def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
         """Return what this rank saves of a frozen parameter, and the flat tensor that has it."""
-        parameter, held = self.frozen[name], self.frozen[name].detach().view(-1)
-        piece = Piece(name, deepspeed.first_element(parameter), held.numel(), 0, self.cuts[name])
+        parameter = self.frozen[name]
+        start, held = deepspeed.own_partition(parameter)
         # no optimizer steps it: at any stage below 3 the ranks have the same
-        return _share_of(piece, *deepspeed.holders(parameter, None)), held
+        holders = self.holders[name] if self.is_stage_3 else deepspeed.holders(parameter, None)
+        return _share_of(Piece(name, start, held.numel(), 0, self.cuts[name]), *holders), held
 
     def set_frozen(self, reader: CheckpointReader) -> None:
         """Set the frozen parameters; `set_weights` has the trained ones."""
-        for name, parameter in self.frozen.items():
-            start = deepspeed.first_element(parameter)
-            read = reader.read(MASTER, name, start, parameter.numel(), self.cuts[name])
-            parameter.detach().view(-1).copy_(read)
+        with deepspeed.weights_set_anew(self.optimizer) if self.is_stage_3 else nullcontext():
+            for name, parameter in self.frozen.items():
+                start, held = deepspeed.own_partition(parameter)
+                held.copy_(reader.read(MASTER, name, start, held.numel(), self.cuts[name]))
 
     def own(self, piece: Piece) -> Piece:
         return _share_of(piece, *self.holders[piece.parameter])
 
-    def is_swapped(self, block: Block) -> bool:
-        """Return whether the block is on NVMe, and in memory only while it is `held`."""
-        return False
-
-    @contextmanager
-    def held(self, block: Block, changed: bool = False) -> Iterator[None]:
+    def held(self, block: Block, changed: bool = False) -> AbstractContextManager:
         """Bring the block into memory for the `with` block; if `changed`, write it back afterwards."""
-        yield
+        if not block.is_swapped:
+            return nullcontext()
+        return deepspeed.swapped_in(self.optimizer, block.number, changed)
 
     def set_weights(self) -> None:
-        """Set the weights that the model computes with from the masters; here they are the same tensors."""
-
-
-class PartitionedOptimizer(LiveState):
-    """ZeRO-1 and 2: each parameter group is one flat vector, of which each rank optimizes a partition."""
-
-    is_partitioned = True
-
-    def set_weights(self) -> None:
-        deepspeed.set_weights(self.optimizer)
-
-
-class PartitionedParameters(PartitionedOptimizer):
-    """ZeRO-3: each rank has an equal part, perhaps padded, of every parameter, in sub-groups that may be on NVMe."""
-
-    def own_frozen(self, name: str) -> tuple[Piece, torch.Tensor]:
-        start, own = deepspeed.own_partition(self.frozen[name])
-        piece = self.own(Piece(name, 0, own.numel(), 0, self.cuts[name]))
-        return piece._replace(start=start + piece.start), own
-
-    def set_frozen(self, reader: CheckpointReader) -> None:
-        # Small parameters are whole on every rank: they are partitioned before and gathered again afterwards.
-        with deepspeed.weights_set_anew(self.optimizer):
-            for name, parameter in self.frozen.items():
-                start, own = deepspeed.own_partition(parameter)
-                own.copy_(reader.read(MASTER, name, start, own.numel(), self.cuts[name]))
-
-    def is_swapped(self, block: Block) -> bool:
-        return deepspeed.is_on_nvme(self.optimizer, self._index(block))
-
-    def _index(self, block: Block) -> int:
-        # By identity: `==` of dataclasses would compare tensors.
-        return next(index for index, each in enumerate(self.blocks) if each is block)
-
-    @contextmanager
-    def held(self, block: Block, changed: bool = False) -> Iterator[None]:
-        if not self.is_swapped(block):
-            yield
-            return
-        with deepspeed.swapped_in(self.optimizer, self._index(block), changed):
-            yield
-
-    def set_weights(self) -> None:
-        with deepspeed.weights_set_anew(self.optimizer):
-            for index, block in enumerate(self.blocks):
-                with self.held(block):
-                    deepspeed.set_weights_of(self.optimizer, index)
+        """Set the weights that the model computes with from the masters; without ZeRO they are the same tensors."""
+        if self.is_stage_3:
+            with deepspeed.weights_set_anew(self.optimizer):
+                for block in self.blocks:
+                    with self.held(block):
+                        deepspeed.set_weights_of(self.optimizer, block.number)
+        elif self.is_partitioned:
+            deepspeed.set_weights(self.optimizer)
 
 
 def set_block(block: Block, reader: CheckpointReader) -> None:

@@ -34,7 +34,7 @@ from pretraining.checkpoints.format import (
     metrics_at,
     read_receipt,
 )
-from pretraining.checkpoints.live_state import LiveState, live_state, set_block
+from pretraining.checkpoints.live_state import LiveState, set_block
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import (
@@ -119,7 +119,7 @@ class CheckpointManager(TrainerCallback):
         """Set a prepared Trainer from a checkpoint, in place, piece by piece; `UserError` if that does not fit."""
         fetch = self.start.fetch or (None if self.run.disks.shared else fetch_nothing)
         reader = CheckpointReader(folder, fetch, first=dist.get_rank())
-        live = live_state(trainer.model, trainer.optimizer)
+        live = LiveState(trainer.model, trainer.optimizer)
         ours, theirs = {name: whole_shape(p) for p, name in live.names.items()}, reader.parameters
         if changed := [name for name in ours.keys() | theirs if ours.get(name) != theirs.get(name)]:
             name = min(changed)
@@ -242,7 +242,7 @@ def rank_share(trainer: OpenTrainer) -> RankShare:
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
-    live = live_state(trainer.model, trainer.optimizer)
+    live = LiveState(trainer.model, trainer.optimizer)
     files = shared_files(trainer, live) if dist.get_rank() == 0 else {}
     # Each rank draws from its own generators and has its own loss since the last logged step, in nats per token.
     steps = trainer.state.global_step - trainer.last_logged_step
@@ -288,7 +288,7 @@ def rank_tensors(live: LiveState) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (key, tensor) of all that this rank saves: live views, and copies of blocks that are swapped to NVMe."""
     for block in live.blocks:
         # A block on NVMe is in memory only inside `held`: a view of it would not last.
-        copied = torch.clone if live.is_swapped(block) else lambda tensor: tensor
+        copied = torch.clone if block.is_swapped else lambda tensor: tensor
         with live.held(block):
             for state, tensor in block.per_element().items():
                 for piece in map(live.own, block.pieces):

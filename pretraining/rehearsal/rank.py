@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pretraining.checkpoints import shard_files
 from pretraining.checkpoints.format import commit_checkpoint, file_entry, receipt_name, write_bytes
-from pretraining.checkpoints.live_state import live_state
+from pretraining.checkpoints.live_state import LiveState
 from pretraining.checkpoints.manager import CheckpointManager, RankShare, rank_share, shared_files
 from pretraining.data.block_guard import BlockGuard
 from pretraining.data.packed_dataset import PackedDataset
@@ -182,7 +182,7 @@ class RankCheckpoints(CheckpointManager):
         self.done.step = step
         with self.done.timed("save"):
             share = rank_share(trainer)
-            files = share.files or shared_files(trainer, live_state(trainer.model, trainer.optimizer))
+            files = share.files or shared_files(trainer, LiveState(trainer.model, trainer.optimizer))
             marker = self.identity.marker_at(step, trainer.state.log_history)
             self.done.checkpoint_bytes = sum(tensor.nbytes for tensor in share.tensors.values())
             if self.start.checkpoint is not None:

@@ -503,8 +503,9 @@ def copy_chunks(chunks: Chunks, target: torch.Tensor, start: int = 0) -> None:
 
 
 def own_partition(parameter: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """Return (first element, elements) of this rank's part of a parameter under ZeRO-3, as a view without padding."""
-    part = parameter.ds_tensor
+    """Return (first element, elements) of what this rank has of a parameter at any stage, as a view without padding."""
+    if (part := getattr(parameter, "ds_tensor", None)) is None:
+        return first_element(parameter), parameter.detach().view(-1)
     start = part.ds_numel * dist.get_rank(group=parameter.ds_process_group)
     # the last rank's share ends in padding, and of a small parameter a rank may have nothing
     own = part.data[: max(0, min(part.ds_numel, parameter.ds_numel - start))]

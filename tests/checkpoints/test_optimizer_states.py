@@ -9,7 +9,7 @@ import torch.distributed as dist
 from schedulefree import AdamWScheduleFree
 from transformers import Adafactor
 
-from pretraining.checkpoints.live_state import live_state, set_block
+from pretraining.checkpoints.live_state import LiveState, set_block
 from pretraining.checkpoints.manager import rank_tensors, schedule_state, set_schedule
 from pretraining.checkpoints.shard_files import CheckpointReader, rank_file, write_rank_file
 from pretraining.errors import UserError
@@ -68,7 +68,7 @@ def step(model: Model, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def save(model: Model, optimizer: torch.optim.Optimizer, folder) -> CheckpointReader:
-    live = live_state(model, optimizer)
+    live = LiveState(model, optimizer)
     write_rank_file(folder / rank_file(0, 1), dict(rank_tensors(live)))
     scalars = {name: block.scalars() for block in live.blocks for name in block.parameters if block.state}
     table = {name: {"shape": list(p.shape), "dtype": "float32"} for name, p in model.named_parameters()}
@@ -79,7 +79,7 @@ def save(model: Model, optimizer: torch.optim.Optimizer, folder) -> CheckpointRe
 
 def load(model: Model, optimizer: torch.optim.Optimizer, reader: CheckpointReader) -> None:
     with torch.no_grad():
-        for block in live_state(model, optimizer).blocks:
+        for block in LiveState(model, optimizer).blocks:
             set_block(block, reader)
 
 
