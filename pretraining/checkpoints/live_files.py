@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, newest_stored
-from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import NAME, TEXT, object_of, parse_json, read_json_value
@@ -138,7 +137,7 @@ class LiveFiles:
 
 def fetch_records(address: str, place: Path) -> RunFolder:
     """Bring what all nodes of a run sent, and its newest marker, into a new folder; `UserError` if there is no run."""
-    remote = RemoteRun(address, patience=Patience(_LAST_SECONDS))
+    remote = RemoteRun(address).at_first_contact()
     run = RunFolder(place / remote.address.rpartition("/")[2])
     run.path.mkdir(parents=True)
     for file in LIVE_FILES:

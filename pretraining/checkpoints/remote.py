@@ -33,7 +33,7 @@ from pretraining.checkpoints.format import (
     parse_marker,
     read_marker,
 )
-from pretraining.data.streaming.store import Patience, ShortAnswer, Store
+from pretraining.data.streaming.store import ShortAnswer, Store
 from pretraining.errors import UserError, reason_of
 from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
@@ -41,7 +41,6 @@ from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import own_rank
 
-FIRST_CONTACT_SECONDS = 60.0  # of a start, for a store: one that is silent then is probably misspelt
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
 RUN_FILES += ("samples.jsonl", "events.jsonl", "wandb_id")
 """Files of the run folder that a start on an empty machine needs besides the checkpoint."""
@@ -60,17 +59,19 @@ _ATTEMPTS = 3  # if a file arrives damaged in each of them, it is damaged in the
 class RemoteRun(Store):
     """Reads, writes and lists below `<address>/<name of the run>`, and tries again if the store fails.
 
-    Every method raises `UserError` for an error that waiting cannot repair, or once `patience` is over. Credentials
+    Every method raises `UserError` for an error that waiting cannot repair, or once `seconds` are over. Credentials
     come from the environment.
     """
 
-    advice = "check checkpoints.upload"
+    speaker, advice = "checkpoints", "check checkpoints.upload"
+    not_there = "no such bucket or folder ({reason}); make it, or check checkpoints.upload"
+    not_allowed = "no permission ({reason}); check the rights of the account and "
+    not_allowed += "the variables that hold its credentials"
 
-    def __init__(self, address: str, name: str | None = None, patience: Patience | None = None):
+    def __init__(self, address: str, name: str | None = None):
         """address: of the run, or, with its `name`, of the place above it."""
-        own = Patience(refused=_refusal, speaker="checkpoints")
         address = address.rstrip("/")
-        super().__init__((address or "/") if name is None else f"{address}/{name}", patience or own)
+        super().__init__((address or "/") if name is None else f"{address}/{name}")
 
     @classmethod
     def of_checkpoint(cls, address: str) -> "tuple[RemoteRun, str]":
@@ -78,10 +79,10 @@ class RemoteRun(Store):
         above, _, name = address.rstrip("/").rpartition("/")
         return cls(above), name
 
-    def at_first_contact(self) -> "RemoteRun":
-        """Return the same place with less patience."""
-        seconds = min(FIRST_CONTACT_SECONDS, self.patience.seconds)
-        return RemoteRun(self.address, patience=Patience(seconds, _refusal, "checkpoints"))
+    def refusal(self, error: Exception, what: str) -> UserError | None:
+        if isinstance(error, NotImplementedError):
+            return UserError(f"{what}: nothing can be written there; choose another checkpoints.upload")
+        return super().refusal(error, what)
 
     def read_if_there(self, path: str) -> bytes | None:
         """Read a small file; None if there is none."""
@@ -91,7 +92,7 @@ class RemoteRun(Store):
                 return self._whole(path)
             return None
 
-        return self.patience.ask(read, self.where(path))
+        return self.ask(read, path)
 
     def pieces(self, path: str, size: int) -> Iterator[memoryview]:
         """Read a file of `folder` from its beginning; a piece is valid until the next."""
@@ -123,7 +124,7 @@ class RemoteRun(Store):
             start = 0
             while start < size:
                 read_next = partial(read, start, min(start + _PIECE_BYTES, size))
-                piece = self.patience.ask(read_next, self.where(path))
+                piece = self.ask(read_next, path)
                 start += len(piece)
                 yield piece
         finally:
@@ -154,7 +155,7 @@ class RemoteRun(Store):
                     file.closed = True
                 raise
 
-        self.patience.ask(send, self.where(path))
+        self.ask(send, path)
         work_done()
 
     def write_file(self, path: str, source: Path) -> None:
@@ -194,7 +195,7 @@ class RemoteRun(Store):
                 return self._filesystem().cat_file(self.where(path)) == content
             return True
 
-        return self.patience.ask(write, self.where(path))
+        return self.ask(write, path)
 
     def remove(self, path: str, is_folder: bool = False) -> None:
         """Remove one file, or a folder with its files, if it is there."""
@@ -207,7 +208,7 @@ class RemoteRun(Store):
                 else:
                     system.rm_file(self.where(path))
 
-        self.patience.ask(remove, self.where(path))
+        self.ask(remove, path)
 
     def remove_checkpoint(self, name: str) -> None:
         # The marker first: if the process is killed in between, what is left does not count.
@@ -250,19 +251,6 @@ def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
     with replacing(path, "wb") as file:
         for chunk in chunks:
             file.write(chunk)
-
-
-def _refusal(error: Exception, what: str) -> UserError | None:
-    """Return the `UserError` for an answer that asking again will not change; None for any other."""
-    reason = reason_of(error)
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return UserError(f"{what}: no such bucket or folder ({reason}); make it, or check checkpoints.upload")
-    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-        remedy = "check the rights of the account and the variables that hold its credentials"
-        return UserError(f"{what}: no permission ({reason}); {remedy}")
-    if isinstance(error, NotImplementedError):
-        return UserError(f"{what}: nothing can be written there; choose another checkpoints.upload")
-    return None
 
 
 def newest_stored(

@@ -35,8 +35,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from pretraining.checkpoints.live_files import fetch_records
-from pretraining.checkpoints.remote import FIRST_CONTACT_SECONDS, RemoteRun
-from pretraining.data.streaming.store import Patience
+from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote, refuse_slips
 from pretraining.planning.quantities import several
@@ -159,7 +158,7 @@ class StoredRuns:
     """Runs at an address: the ends of their files, and all records of those that are opened, in a folder here."""
 
     def __init__(self, address: str, folder: Path) -> None:
-        self.remote = RemoteRun(address, patience=Patience(FIRST_CONTACT_SECONDS))
+        self.remote = RemoteRun(address).at_first_contact()
         self.folder, self.looked = folder, -STORE_SECONDS
         self.sizes: dict[str, dict[str, int]] = {}
         self._whole: dict[str, tuple[dict, Path]] = {}

@@ -29,12 +29,12 @@ from pretraining.checkpoints.format import (
     write_marker,
     write_receipt,
 )
+from pretraining.checkpoints.live_files import fetch_records
 from pretraining.checkpoints.remote import RemoteRun, fetching_bar
 from pretraining.checkpoints.resume import changes_in
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
 from pretraining.checkpoints.upload import Uploader
-from pretraining.data.streaming.store import Patience
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe import load_recipe
@@ -552,7 +552,8 @@ def test_a_mounted_folder_that_loses_a_handle_is_read_on(tmp_path, monkeypatch):
     pieces = RemoteRun(str(tmp_path), "run").pieces("file", len(content))
     assert b"".join(map(bytes, pieces)) == content
     assert len(opened) == 2
-    cut = RemoteRun(str(tmp_path), "run", Patience(0.0))
+    cut = RemoteRun(str(tmp_path), "run")
+    cut.seconds = 0.0
     with pytest.raises(UserError, match="ends after 600,001"):
         list(cut.pieces("file", len(content) + 1))
 
@@ -569,7 +570,7 @@ def test_a_store_that_cannot_be_reached(tmp_path, monkeypatch):
     assert events(run) == ["upload_unreachable"]
 
 
-def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(connected, monkeypatch):
+def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(connected, monkeypatch, tmp_path):
     """A mistake in the recipe shows at the start, not after the first save."""
     with pytest.raises(UserError, match="no such bucket"):
         RemoteRun("s3://another/runs", NAME).check_writable()
@@ -577,6 +578,8 @@ def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(connected, monke
         use_here(monkeypatch, proxy.address)
         with pytest.raises(UserError, match="no permission"):
             RemoteRun(UPLOAD, NAME).check_writable()
+        with pytest.raises(UserError, match=r"no permission .* variables that hold its credentials"):
+            fetch_records(f"{UPLOAD}/{NAME}", tmp_path)
     with pytest.raises(UserError, match="nothing can be written there"):
         RemoteRun("https://127.0.0.1:9/runs", NAME).check_writable()
 

@@ -21,12 +21,9 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
-from pretraining.data.streaming.store import Patience, Store, log_line
+from pretraining.data.streaming.store import Store, log_line
 from pretraining.data.tokenizer import COMPANION_FILES, tokenizer_fault
 from pretraining.errors import UserError
-
-FIRST_CONTACT_SECONDS = 60.0
-"""The wait at the start: a store that does not answer then has more likely a wrong address than an outage."""
 
 POLL_SECONDS = 0.02
 REPORTED_AFTER_SECONDS = 20.0
@@ -70,8 +67,7 @@ class RemoteData:
 
     def read_manifest(self) -> dict:
         """Read the manifest; UserError if there is none, it may not be read, or a shard is larger than the cache."""
-        patience = Patience(min(FIRST_CONTACT_SECONDS, self.store.patience.seconds))
-        content, where = Store(self.address, patience).read(MANIFEST_NAME), self.store.where(MANIFEST_NAME)
+        content, where = self.store.at_first_contact().read(MANIFEST_NAME), self.store.where(MANIFEST_NAME)
         again = "copy the data there again", "prepare the data again and copy it there"
         manifest = parse_manifest(content, where, *again)
         self.fingerprint = manifest["fingerprint"]

@@ -6,9 +6,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from copy import copy
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from pretraining.errors import UserError, file_error, reason_of, require
 from pretraining.outside.files import is_name, read_bytes, regular
@@ -16,6 +16,8 @@ from pretraining.outside.files import is_name, read_bytes, regular
 PATIENCE_VARIABLE = "PRETRAINING_DATA_PATIENCE_SECONDS"
 PATIENCE_SECONDS = 600.0
 """How long a store may fail before the run ends: longer than the outages that clouds call short."""
+FIRST_CONTACT_SECONDS = 60.0
+"""The wait at the start: a store that does not answer then has more likely a wrong address than an outage."""
 
 FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 0.1, 20.0
 REPORTED_AFTER_SECONDS = 10.0
@@ -28,21 +30,43 @@ _NO_FILE = (errno.ENXIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class Patience:
-    """How long one request to a store is repeated before the run gives up, in seconds.
+def log_line(message: str, speaker: str = "data") -> None:
+    print(f"{speaker}: {message}", file=sys.stderr, flush=True)
 
-    seconds: by default those of the environment variable. refused(error, what): returns the `UserError` for an answer
-    that asking again will not change, by default that of reading data. speaker: begins the line about a slow store.
-    """
 
-    seconds: float = field(default_factory=lambda: float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS)))
-    refused: "Callable[[Exception, str], UserError | None] | None" = None
-    speaker: str = "data"
+class ShortAnswer(OSError):
+    """A store sent fewer bytes than were asked for: it is asked again, as after any failure."""
 
-    def ask(self, request: Callable[[], Answer], what: str) -> Answer:
+
+class Store:
+    """One folder at an address. Picklable; each process, also a forked one, makes its own connection."""
+
+    speaker = "data"
+    """Begins the line about a slow store."""
+    advice = "check --data_dir"
+    """The remedy for an address that fsspec does not understand."""
+    not_there = "not there; check --data_dir, or copy the data there again"
+    not_allowed = "no permission to read it ({reason}); check the account and its rights"
+
+    def __init__(self, address: str):
+        self.address = address
+        self.seconds = float(os.environ.get(PATIENCE_VARIABLE, PATIENCE_SECONDS))
+        """How long a request is repeated before the run gives up."""
+        self._connection = None
+        self._connected_by = None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_connection": None, "_connected_by": None}
+
+    def at_first_contact(self) -> Self:
+        """Return the same place with less patience."""
+        made = copy(self)
+        made.seconds = min(FIRST_CONTACT_SECONDS, self.seconds)
+        return made
+
+    def ask(self, request: Callable[[], Answer], path: str) -> Answer:
         """Repeat `request` until it answers; UserError if waiting cannot help, or after too long a wait."""
-        start, delay, reported = time.monotonic(), FIRST_DELAY_SECONDS, False
+        what, start, delay, reported = self.where(path), time.monotonic(), FIRST_DELAY_SECONDS, False
         while True:
             try:
                 return request()
@@ -50,7 +74,7 @@ class Patience:
                 raise
             # stores raise errors of many families; `refusal` knows the hopeless ones
             except Exception as error:
-                refused = (self.refused or refusal)(error, what)
+                refused = self.refusal(error, what)
                 # Something else than a file in a folder that serves as a store.
                 if refused is None and isinstance(error, OSError) and error.errno in _NO_FILE:
                     refused = file_error(error)
@@ -71,39 +95,16 @@ class Patience:
             time.sleep(delay * random.uniform(0.5, 1.5))
             delay = min(2 * delay, LONGEST_DELAY_SECONDS)
 
-
-def refusal(error: Exception, what: str) -> UserError | None:
-    """Make the UserError for an answer that asking again will not change; None for any other."""
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return UserError(f"{what}: not there; check --data_dir, or copy the data there again")
-    # By name: botocore, which raises it, may not be installed.
-    if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-        remedy = "check the account and its rights"
-        return UserError(f"{what}: no permission to read it ({reason_of(error)}); {remedy}")
-    return None
-
-
-def log_line(message: str, speaker: str = "data") -> None:
-    print(f"{speaker}: {message}", file=sys.stderr, flush=True)
-
-
-class ShortAnswer(OSError):
-    """A store sent fewer bytes than were asked for: it is asked again, as after any failure."""
-
-
-class Store:
-    """One folder at an address. Picklable; each process, also a forked one, makes its own connection."""
-
-    advice = "check --data_dir"
-    """The remedy for an address that fsspec does not understand."""
-
-    def __init__(self, address: str, patience: Patience | None = None):
-        self.address, self.patience = address, patience or Patience()
-        self._connection = None
-        self._connected_by = None
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_connection": None, "_connected_by": None}
+    def refusal(self, error: Exception, what: str) -> UserError | None:
+        """Make the UserError for an answer that asking again will not change; None for any other."""
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            said = self.not_there
+        # By name: botocore, which raises it, may not be installed.
+        elif isinstance(error, PermissionError) or "Credential" in type(error).__name__:
+            said = self.not_allowed
+        else:
+            return None
+        return UserError(f"{what}: {said.format(reason=reason_of(error))}")
 
     @property
     def folder(self) -> Path | None:
@@ -123,7 +124,7 @@ class Store:
 
     def read(self, path: str) -> bytes:
         """Read a small file whole. UserError if it is not there or may not be read."""
-        return self.patience.ask(lambda: self._whole(path), self.where(path))
+        return self.ask(lambda: self._whole(path), path)
 
     def read_range(self, path: str, start: int, stop: int) -> bytes:
         """Read the bytes [start, stop) of a file."""
@@ -139,7 +140,7 @@ class Store:
                 raise ShortAnswer(f"{len(content):,} of {stop - start:,} bytes came")
             return content
 
-        return self.patience.ask(part, self.where(path))
+        return self.ask(part, path)
 
     def chunks(self, path: str, size: int) -> Iterator[bytes]:
         for start in range(0, size, CHUNK_BYTES):
@@ -160,11 +161,11 @@ class Store:
             sizes = {each["name"].rpartition("/")[2]: each["size"] for each in found}
             return {name: size for name, size in sizes.items() if is_name(name)}
 
-        return self.patience.ask(listed, self.where(path))
+        return self.ask(listed, path)
 
     def size(self, path: str) -> int | None:
         """Return the bytes of a file; None if the store does not say. UserError if it is not there."""
-        return self.patience.ask(lambda: self._filesystem().size(self.where(path)), self.where(path))
+        return self.ask(lambda: self._filesystem().size(self.where(path)), path)
 
     def _filesystem(self):
         # A connection's threads and sockets do not survive a fork.
