@@ -29,14 +29,11 @@ from pretraining.checkpoints.folders import (
     DiskPlace,
     Files,
     changed_files,
-    committed_checkpoints,
     health,
     move_aside,
     share_of,
     size_fault,
-    step_fault,
     step_in,
-    step_in_name,
     step_of,
 )
 from pretraining.checkpoints.format import (
@@ -50,7 +47,7 @@ from pretraining.checkpoints.format import (
     read_marker,
     receipt_name,
 )
-from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_share, fetching_bar, newest_stored
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_share, fetching_bar
 from pretraining.checkpoints.shard_files import STATE_FILE, rank_file
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
@@ -128,7 +125,7 @@ def choose_checkpoint(
         elif resume != "never":
             with suppress(OSError, ValueError):
                 step = step_of(Path(resume))
-        if newer := newest_stored(remote.at_first_contact(), step):
+        if newer := remote.at_first_contact().newest(step):
             what = f"{remote.where(newer[0])} is newer, and a later start would go on from there"
             remedy = "give this run its own --output_dir or another checkpoints.upload"
             raise UserError(f"--resume {resume}: {what}; {remedy}, or remove what lies there")
@@ -156,16 +153,10 @@ class _Chooser:
 
         def newest_here() -> tuple[int, str | None, str]:
             """Return (step, what is wrong with the marker, its digest) of this disk's newest one; -1: none."""
-            for folder in committed_checkpoints(self.run):
-                if (step := step_in_name(folder)) >= below or is_left_behind(folder, journal):
-                    continue
-                content = _marker_here(folder)
-                try:
-                    fault = step_fault(folder.name, parse_marker(content, folder))
-                except MarkerDamage as error:
-                    fault = str(error)
-                return step, fault, xxhash.xxh128(content).hexdigest()
-            return -1, None, ""
+            if (found := DiskPlace(self.run.path).newest(-1, below, journal)) is None:
+                return -1, None, ""
+            name, content, fault = found
+            return step_in(name), fault, xxhash.xxh128(content).hexdigest()
 
         found = self.run.disks.each(newest_here)
         newest, candidates, content = max(step for step, *_ in found.values()), [], None
@@ -190,12 +181,12 @@ class _Chooser:
         return candidates[::-1] if self.in_parts else candidates
 
     def newest_in_store(self, here: int, below: int) -> tuple[str, bytes, str | None] | None:
-        """Do what `newest_stored` does from step `here` on; if disks hold none (-1), an unreachable store raises."""
+        """Do what `Place.newest` does from step `here` on; if disks hold none (-1), an unreachable store raises."""
         try:
             remote = self.remote.at_first_contact()
             if below == sys.maxsize:  # only at the first call of a start
                 remote.check_writable()
-            return newest_stored(remote, max(here - 1, -1), below, self.longest_journal(remote))
+            return remote.newest(max(here - 1, -1), below, self.longest_journal(remote))
         except UserError as error:
             if here < 0:
                 raise
@@ -438,13 +429,6 @@ class _Chooser:
             if not all(gather_from_ranks(whole)):
                 return f"{name} did not arrive whole from another disk"
         return None
-
-
-def is_left_behind(folder: Path, journal: Journal) -> bool:
-    """Return whether a rollback went back behind a checkpoint since it was saved; False if the marker is damaged."""
-    # A damaged marker does not tell. The checkpoint stays a candidate, so that its damage is reported.
-    marker = marker_or_nothing(folder)
-    return "step" in marker and journal.overtakes(marker["step"], marker.get("rollbacks", 0))
 
 
 def _marker_here(folder: Path) -> bytes:

@@ -7,10 +7,11 @@ these is not so. `other version`: this version cannot judge it. `uncommitted`: i
 import os
 import re
 import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from heapq import heapreplace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,14 +21,17 @@ from pretraining.checkpoints.format import (
     MARKER,
     THREADS,
     MarkerDamage,
-    file_entry,
     marker_or_nothing,
     parse_marker,
+    passed_on,
+    pieces_of,
     read_marker,
 )
 from pretraining.errors import UserError
 from pretraining.outside.files import read_bytes
 from pretraining.runtime.durable_files import flush_folder
+from pretraining.runtime.heartbeat import work_done
+from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import together
 from pretraining.runtime.run_folder import RunFolder, read_events, unix_seconds
 
@@ -40,6 +44,8 @@ _ASIDE = re.compile(r"(checkpoint|weights)-\d+\.\d{8}T\d{6}Z")
 
 Files = Mapping[str, dict]  # {name: {"bytes", "checksum"}}, as a marker has them
 Progress = Callable[[int], object]  # called with the number of bytes of each read
+Pieces = Callable[[str, int], Iterable[bytes | memoryview]]
+"""Reads a file below a place, of so many bytes, from its beginning; a piece is valid until the next."""
 
 
 def checkpoint_folders(run: RunFolder, kind: str = "checkpoint") -> list[Path]:
@@ -155,25 +161,64 @@ def move_aside(run: RunFolder, folder: Path) -> Path:
 
 
 class Place(Protocol):
-    """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`).
-
-    verdicts: {file: what is wrong with it, or None}, by comparing every byte, several files at once.
-    """
+    """Where checkpoints are: a run folder or another folder (`DiskPlace`), or a store (`RemoteRun`)."""
 
     def where(self, name: str, /) -> str: ...
+    def checkpoints(self) -> list[str]: ...  # committed or not, newest step first
     def marker(self, name: str, /) -> bytes | None: ...
     def sizes(self, name: str, /) -> dict[str, int] | None: ...  # {file: bytes}
-    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]: ...
+    def opened(self) -> AbstractContextManager[Pieces]: ...
+
+    def newest(
+        self, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
+    ) -> tuple[str, bytes, str | None] | None:
+        """Find the newest marker with a step in between that `journal` leaves: (name, bytes, what is wrong or None)."""
+        for name in self.checkpoints():
+            if not above < step_in(name) < below:
+                continue
+            try:
+                # each look at a marker of a store is a request
+                if (content := self.marker(name)) is None:
+                    continue
+            except OSError:
+                content = b""
+            try:
+                marker = parse_marker(content, self.where(name))
+            except MarkerDamage as error:  # it does not say what a rollback has left behind, and is reported
+                return name, content, str(error)
+            if not journal.overtakes(step_in(name), marker.get("rollbacks", 0)):
+                return name, content, step_fault(name, marker)
+        return None
+
+    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
+        """Compare every byte of these files with what was committed, several at once: {file: a fault, or None}."""
+        sizes = self.sizes(name) or {}
+
+        def verdict(file: str) -> str | None:
+            # without reading a byte: a store would be asked again and again for those that it does not have
+            if reason := size_fault(file, sizes.get(file), files[file]):
+                return reason
+            try:
+                found = passed_on(pieces(f"{name}/{file}", files[file]["bytes"]), progress=progress)
+            except OSError as error:
+                return f"{file} cannot be read: {error.strerror}"
+            return None if found == files[file] else f"{file} has changed since it was committed"
+
+        with self.opened() as pieces, ThreadPoolExecutor(THREADS) as threads:
+            return dict(zip(files, threads.map(verdict, files), strict=True))
 
 
-class DiskPlace:
-    """A folder of this machine as a `Place`."""
+class DiskPlace(Place):
+    """A folder of this machine."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def where(self, name: str) -> str:
         return str(self.path / name)
+
+    def checkpoints(self) -> list[str]:
+        return [folder.name for folder in checkpoint_folders(RunFolder(self.path))]
 
     def marker(self, name: str) -> bytes | None:
         path = self.path / name / MARKER
@@ -184,22 +229,8 @@ class DiskPlace:
             return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         return {}
 
-    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
-        folder = self.path / name
-
-        def verdict(file: str) -> str | None:
-            path = folder / file
-            try:
-                size = path.stat().st_size if path.is_file() else None
-                reason = size_fault(file, size, files[file])  # the size first, without reading a byte
-                if reason or file_entry(path, progress) == files[file]:
-                    return reason
-            except OSError as error:
-                return f"{file} cannot be read: {error.strerror}"
-            return f"{file} has changed since it was committed"
-
-        with ThreadPoolExecutor(THREADS) as threads:
-            return dict(zip(files, threads.map(verdict, files), strict=True))
+    def opened(self) -> AbstractContextManager[Pieces]:
+        return nullcontext(lambda where, size: pieces_of(self.path / where))
 
 
 class Health(NamedTuple):
@@ -259,7 +290,7 @@ def damage(folder: Path) -> str | None:
 
 def changed_files(folder: Path, files: Files) -> dict[str, str]:
     """Return {name: what is wrong} of the files that do not hold the bytes that were committed."""
-    verdicts = DiskPlace(folder.parent).verdicts(folder.name, files, lambda num_bytes: None)
+    verdicts = DiskPlace(folder.parent).verdicts(folder.name, files, work_done)
     return {name: reason for name, reason in verdicts.items() if reason}
 
 

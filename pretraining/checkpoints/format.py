@@ -16,7 +16,7 @@ from a damaged one.
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,17 +74,38 @@ class MarkerDamage(ValueError):
     """A marker that does not say what was committed: it cannot be read, was edited, or is of another step."""
 
 
-def file_entry(path: Path, progress: Callable[[int], object] = lambda num_bytes: None) -> dict:
-    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now. progress: gets the bytes of each read."""
-    digest, num_bytes = xxhash.xxh128(), 0
+def file_entry(path: Path) -> dict:
+    """Return {"bytes", "checksum": "xxh128:<hex>"} of a file as it is now."""
+    return passed_on(pieces_of(path))
+
+
+def pieces_of(path: Path) -> Iterator[memoryview]:
+    """Read a file from its beginning; a piece is valid until the next."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     # unbuffered: Python would copy each byte once more
     with open(path, "rb", buffering=0, opener=regular) as file:
         while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            num_bytes += count
-            work_done(count)
-            progress(count)
+            yield buffer[:count]
+
+
+def passed_on(
+    pieces: Iterable[bytes | memoryview],
+    write: Callable[[memoryview], int] | None = None,
+    progress: Callable[[int], object] = work_done,
+) -> dict:
+    """Write the pieces of a file with `write`, that of an unbuffered one, if given; returns their `file_entry`.
+
+    progress: gets the bytes of each piece.
+    """
+    # The checksum is computed on the way, which spares another reading of the file.
+    digest, num_bytes = xxhash.xxh128(), 0
+    for piece in pieces:
+        digest.update(piece)
+        written = 0  # an unbuffered write may take less than it is given
+        while write and written < len(piece):
+            written += write(memoryview(piece)[written:])
+        num_bytes += len(piece)
+        progress(len(piece))
     return digest_entry(num_bytes, digest)
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pretraining.checkpoints.format import MARKER
-from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, newest_stored
+from pretraining.checkpoints.remote import RUN_FILES, RemoteRun
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import NAME, TEXT, object_of, parse_json, read_json_value
@@ -169,7 +169,7 @@ def fetch_records(address: str, place: Path) -> RunFolder:
         path = run.path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"".join(sorted(contents)))  # a log and the rows of failures begin with their time
-    if (newest := newest_stored(remote, -1)) is not None:
+    if (newest := remote.newest(-1)) is not None:
         name, marker, _ = newest
         (run.path / name).mkdir()
         (run.path / name / MARKER).write_bytes(marker)

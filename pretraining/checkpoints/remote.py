@@ -9,7 +9,6 @@ the next start finds out by the checksums, and fetches the damaged files again.
 import fcntl
 import io
 import os
-import sys
 import threading
 import time
 import uuid
@@ -20,17 +19,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-import xxhash
 from tqdm import tqdm
 
-from pretraining.checkpoints.folders import Files, Progress, size_fault, step_fault, step_in
+from pretraining.checkpoints.folders import Pieces, Place, step_in
 from pretraining.checkpoints.format import (
     MARKER,
     THREADS,
-    MarkerDamage,
-    digest_entry,
     file_entry,
-    parse_marker,
+    passed_on,
     read_marker,
 )
 from pretraining.data.streaming.store import ShortAnswer, Store
@@ -38,7 +34,6 @@ from pretraining.errors import UserError, reason_of
 from pretraining.outside.files import regular
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import long_work, work_done
-from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import own_rank
 
 RUN_FILES = ("recipe.json", "changes.json", "journal.jsonl", "flagged_blocks.jsonl", "metrics.jsonl")
@@ -56,7 +51,7 @@ _LOOK_SECONDS = 1.0
 _ATTEMPTS = 3  # if a file arrives damaged in each of them, it is damaged in the store
 
 
-class RemoteRun(Store):
+class RemoteRun(Store, Place):
     """Reads, writes and lists below `<address>/<name of the run>`, and tries again if the store fails.
 
     Every method raises `UserError` for an error that waiting cannot repair, or once `seconds` are over. Credentials
@@ -223,23 +218,10 @@ class RemoteRun(Store):
     def marker(self, name: str) -> bytes | None:
         return self.read_if_there(f"{name}/{MARKER}")
 
-    def verdicts(self, name: str, files: Files, progress: Progress) -> dict[str, str | None]:
-        """Compare every byte of these files with what was committed, as `Place` says; nothing that is read is kept."""
-        sizes = self.sizes(name) or {}
-
-        def verdict(file: str) -> str | None:
-            # a store would be asked again and again for bytes that it does not have
-            if reason := size_fault(file, sizes.get(file), files[file]):
-                return reason
-            digest = xxhash.xxh128()
-            for content in ranges.in_order(f"{name}/{file}", files[file]["bytes"]):
-                digest.update(content)
-                progress(len(content))
-            same = digest_entry(files[file]["bytes"], digest) == files[file]
-            return None if same else f"{file} has changed since it was committed"
-
-        with Ranges(self) as ranges, ThreadPoolExecutor(THREADS) as threads:
-            return dict(zip(files, threads.map(verdict, files), strict=True))
+    @contextmanager
+    def opened(self) -> Iterator[Pieces]:
+        with Ranges(self) as ranges:
+            yield ranges.in_order
 
     def check_writable(self) -> None:
         """Write a small file and remove it, so that a `UserError` comes now and not at the first checkpoint."""
@@ -251,23 +233,6 @@ def _send_to_folder(path: Path, chunks: Iterable[bytes]) -> None:
     with replacing(path, "wb") as file:
         for chunk in chunks:
             file.write(chunk)
-
-
-def newest_stored(
-    remote: RemoteRun, above: int, below: int = sys.maxsize, journal: Journal = NOTHING_HEALED
-) -> tuple[str, bytes, str | None] | None:
-    """Find the newest marker with a step in between that `journal` leaves: (name, bytes, what is wrong or None)."""
-    for name in remote.checkpoints():
-        # each look at a marker is a request to the store
-        if not above < step_in(name) < below or (content := remote.marker(name)) is None:
-            continue
-        try:
-            marker = parse_marker(content, remote.where(name))
-        except MarkerDamage as error:
-            return name, content, str(error)
-        if not journal.overtakes(step_in(name), marker.get("rollbacks", 0)):
-            return name, content, step_fault(name, marker)
-    return None
 
 
 class Ranges(ThreadPoolExecutor):
@@ -317,16 +282,9 @@ def fetch_share(remote: RemoteRun, name: str, folder: Path, files: dict) -> str 
                 if path.is_file() and path.stat().st_size == entry["bytes"] and file_entry(path) == entry:
                     return None
                 for _ in range(_ATTEMPTS):
-                    digest = xxhash.xxh128()
                     with open(path, "wb", buffering=0, opener=regular) as out:
-                        for content in ranges.in_order(f"{name}/{file}", entry["bytes"]):
-                            digest.update(content)  # now, which spares another reading of the file
-                            written = 0  # an unbuffered write may take less than it is given
-                            while written < len(content):
-                                written += out.write(memoryview(content)[written:])
-                            work_done(len(content))
-                    if digest_entry(entry["bytes"], digest) == entry:
-                        return None
+                        if passed_on(ranges.in_order(f"{name}/{file}", entry["bytes"]), out.write) == entry:
+                            return None
                 return f"{file} is not what was committed (fetched {_ATTEMPTS} times)"
 
             with ThreadPoolExecutor(_FILES) as threads:

@@ -16,15 +16,14 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from pretraining.checkpoints.choosing import choose_checkpoint, is_left_behind
+from pretraining.checkpoints.choosing import choose_checkpoint
 from pretraining.checkpoints.folders import (
     COMMITTED,
     DiskPlace,
-    committed_checkpoints,
     health,
     remove_uncommitted,
     set_aside_after,
-    step_in_name,
+    step_in,
 )
 from pretraining.checkpoints.format import GIVEN, MARKER, Identity, Start, described_data, read_marker
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_absent
@@ -433,13 +432,15 @@ def roll_back(run: RunFolder, start: Start, recipe: Recipe, step: int, why: str)
         # Positions in the global order, from which earlier rollbacks have left out samples already.
         positions = start.journal.position(first), start.journal.position(last - 1) + 1
         place, to_step = DiskPlace(run.path), 0
-        for folder in committed_checkpoints(run):
-            if step_in_name(folder) > first_step or is_left_behind(folder, start.journal):
+        for name in place.checkpoints():
+            if step_in(name) > first_step:
                 continue
             # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
             # changed. What other disks hold of it shows then, too.
-            if health(place, folder.name, is_part=not run.disks.shared).word == COMMITTED:
-                to_step = step_in_name(folder)
+            found = health(place, name, is_part=not run.disks.shared)
+            left_behind = start.journal.overtakes(step_in(name), found.marker.get("rollbacks", 0))
+            if found.word == COMMITTED and not left_behind:
+                to_step = step_in(name)
                 break
         rollback = Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
         # The journal first: if the process is killed after it, the next start still follows it.

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 from safetensors import safe_open
 
-from pretraining.checkpoints.format import digest_entry, read_receipt
+from pretraining.checkpoints.format import passed_on, read_receipt
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, object_of, read_json_value
 from pretraining.runtime.heartbeat import work_done
@@ -150,8 +149,7 @@ def write_rank_file(
     The bytes are the same that safetensors' own `save_file` would write. Returns the file's `file_entry` once the disk
     holds it (fsync).
     """
-    # The checksum is computed while the bytes are written: `save_file` would need a second reading of the file.
-    digest, num_bytes, read = xxhash.xxh128(), 0, read or tensors.__getitem__
+    read = read or tensors.__getitem__
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(file_header(tensors)[0])
@@ -160,15 +158,10 @@ def write_rank_file(
             yield from (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
 
     with path.open("wb", buffering=0) as file:
-        for piece in pieces():
-            digest.update(piece)
-            written = 0  # an unbuffered write may take less than it is given
-            while written < len(piece):
-                written += file.write(piece[written:])
-            work_done(len(piece))
-            num_bytes += len(piece)
+        # `save_file` would need a second reading of the file for its checksum
+        entry = passed_on(pieces(), file.write)
         os.fsync(file.fileno())
-    return digest_entry(num_bytes, digest)
+    return entry
 
 
 def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:

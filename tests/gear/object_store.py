@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-from pretraining.checkpoints.remote import RemoteRun, newest_stored
+from pretraining.checkpoints.remote import RemoteRun
 from tests.gear.runs import free_port
 from tests.gear.served import Served
 
@@ -32,7 +32,7 @@ CREDENTIALS = {
 
 def newest_committed(remote: RemoteRun, above: int) -> str | None:
     """The name of the newest checkpoint of the store with a marker and a step above `above`."""
-    found = newest_stored(remote, above)
+    found = remote.newest(above)
     return found and found[0]
 
 

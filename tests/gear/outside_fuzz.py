@@ -42,7 +42,7 @@ from pretraining.checkpoints.format import (
 )
 from pretraining.checkpoints.live_files import NODES, fetch_records
 from pretraining.checkpoints.publish import LIST, to_store
-from pretraining.checkpoints.remote import RemoteRun, fetch_share, newest_stored
+from pretraining.checkpoints.remote import RemoteRun, fetch_share
 from pretraining.checkpoints.resume import changes_in, changes_since, recorded_changes
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
 from pretraining.data.dedup.decontamination import read_evaluation_sets
@@ -309,7 +309,7 @@ class OutsideFuzz:
         changes_since(checkpoint, marker, self.resolved, manifest, ["budget"], recorded_changes(self.run))
 
     def _fetch(self, remote: RemoteRun, name: str) -> None:
-        newest_stored(remote, -1)
+        remote.newest(-1)
         if not (files := health(remote, name).files):
             return
         reason = fetch_share(remote, name, self.box / "fetched", files)
