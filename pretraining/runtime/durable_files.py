@@ -4,7 +4,6 @@ A file is written under another name beside its place, synced to the disk, and t
 hide a full disk: `one_line_disk_errors` finds the reason.
 """
 
-import errno
 import json
 import os
 import re
@@ -116,8 +115,7 @@ def rows_of(text: str) -> list[dict]:
     return rows
 
 
-# torch's zip writer (RuntimeError), and the Rust libraries safetensors and tokenizers.
-_TORCH_WRITER = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs")
+# of safetensors and tokenizers
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
@@ -131,6 +129,7 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
     except Exception as error:
         # The Rust libraries raise errors of their own classes, with the number only in the text.
         number, told = getattr(error, "errno", None), _RUST_ERROR.search(str(error))
+        refusal = None
         if isinstance(error, FileNotFoundError) and not folder.exists():
             # "no such file" alone would not say that somebody moved the folder
             what = "was removed or renamed while the run wrote there"
@@ -140,16 +139,6 @@ def one_line_disk_errors(folder: Path) -> Iterator[None]:
             refusal = file_error(error, folder)
         elif told:
             refusal = file_error(OSError(int(told[1]), os.strerror(int(told[1]))), folder)
-        elif not (isinstance(error, RuntimeError) and _TORCH_WRITER.search(str(error))):
-            raise
-        # torch's writer does not keep the errno: the free space of the disk gives the reason.
-        elif (free_bytes := shutil.disk_usage(folder).free) < 1e6:
-            refusal = file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
-        else:
-            why = f"{free_bytes / 1e6:,.0f} MB are free there: a quota, or a disk that failed"
-            remedy = "then type the same command again: it continues from the checkpoint before"
-            what = f"a checkpoint could not be written ({why})"
-            refusal = UserError(f"{folder}: {what}; {remedy}", on_every_rank=False)
         if refusal is None:
             raise
         raise refusal from error
