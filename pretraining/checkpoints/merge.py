@@ -75,12 +75,11 @@ class Merge:
                 raise UserError(f"--weights {options.weights}: {what}")
             shares = [each / sum(numbers) for each in numbers]
         folders = [run.path / each["folder"] for each in parts]
-        for each, part in zip(parts, folders, strict=True):
-            if each["state"] == COMMITTED and (reason := damage(part)):
+        committed = [run.path / each["folder"] for each in parts if each["state"] == COMMITTED]
+        for part in committed:
+            if reason := damage(part):
                 raise UserError(f"{part}: the checkpoint is damaged: {reason}; name others with --steps")
-        _refuse_other_runs(
-            [part for each, part in zip(parts, folders, strict=True) if each["state"] == COMMITTED]
-        )
+        _refuse_other_runs(committed)
         folder = options.to or run.path / f"merged-{parts[0]['step']}-{parts[-1]['step']}"
         refuse_existing(folder, "--to")
         by_part = dict(zip(folders, shares, strict=True))
