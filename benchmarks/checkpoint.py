@@ -37,7 +37,7 @@ from pathlib import Path
 from gear import REPOSITORY, choices, middle, parser_of, record, run_command, timed
 
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import committed_checkpoints, damage
+from pretraining.checkpoints.folders import damage
 from pretraining.checkpoints.format import MARKER, THREADS, Start, file_entry, write_marker
 from pretraining.runtime.durable_files import read_rows, sync_to_disk
 from pretraining.runtime.run_folder import RunFolder
@@ -96,7 +96,7 @@ def run_damage(options: argparse.Namespace, folder: Path) -> dict:
     run, chance = RunFolder(folder / "run"), random.Random(options.seed)
     run_command(*command(run.path, options.data_dir))
     shutil.rmtree(run.export)
-    folders, kinds, wrong, starts = committed_checkpoints(run), collections.Counter(), 0, 0
+    folders, kinds, wrong, starts = run.committed(), collections.Counter(), 0, 0
     began = time.perf_counter()
     for trial in range(options.trials):
         with damaged(run, chance) as (kind, harmed):
@@ -306,7 +306,7 @@ def run_full_disk(options: argparse.Namespace, folder: Path) -> dict:
             words = ["--force", "--set", f"checkpoints.on_full_disk={policy}"]
             typed = command(disk / "run", options.data_dir, *words)
             ended = subprocess.run(typed, cwd=REPOSITORY, capture_output=True, text=True)
-            left = committed_checkpoints(RunFolder(disk / "run"))
+            left = RunFolder(disk / "run").committed()
             values[policy] = {
                 "exit_code": ended.returncode,
                 "said": [line for line in ended.stderr.splitlines() if "No space left" in line][:2],

@@ -114,7 +114,7 @@ def look_back(folder: Path) -> Postmortem:
     starts = attempts_of(record, standing.state)
     found = Postmortem(str(folder), standing.state, standing.step, starts, checkpoint=standing.checkpoint)
     if standing.checkpoint and found.state not in ("finished", "running"):
-        found.lost_steps = max(0, found.step - int(standing.checkpoint.rpartition("-")[2]))
+        found.lost_steps = max(0, found.step - record.checkpoint_steps()[-1])
     if spent := record.wall_time():
         found.time_lost, found.dollars = lost_words(spent), record.metrics.last("cost/dollars")
         gpu_hours = record.metrics.last("cost/gpu_hours")

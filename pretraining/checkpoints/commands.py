@@ -5,14 +5,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoints.folders import committed_checkpoints, damage, step_in, step_in_name
+from pretraining.checkpoints.folders import damage, step_in
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.command_line import not_negative_integer
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.runtime.imports import prepare_imports
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, step_in_name
 
 
 def add_run(parser: argparse.ArgumentParser, or_checkpoint: bool = False, or_address: bool = False) -> None:
@@ -41,7 +41,7 @@ def chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
     # The path of one checkpoint: it may be a copy outside of any run, so that no run is looked for.
     if (folder / MARKER).exists():
         return [folder]
-    committed = committed_checkpoints(run_of(folder))
+    committed = run_of(folder).committed()
     found = committed if step is None else [each for each in committed if step_in_name(each) == step]
     if not found:
         there = ", ".join(str(step_in_name(each)) for each in reversed(committed))

@@ -33,7 +33,7 @@ from pretraining.runtime.durable_files import flush_folder
 from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import together
-from pretraining.runtime.run_folder import RunFolder, read_events, unix_seconds
+from pretraining.runtime.run_folder import RunFolder, read_events, step_in_name, unix_seconds
 
 COMMITTED, DAMAGED, OTHER_VERSION, UNCOMMITTED = "committed", "damaged", "other version", "uncommitted"
 WEIGHTS_ONLY = "weights only"
@@ -46,22 +46,6 @@ Files = Mapping[str, dict]  # {name: {"bytes", "checksum"}}, as a marker has the
 Progress = Callable[[int], object]  # called with the number of bytes of each read
 Pieces = Callable[[str, int], Iterable[bytes | memoryview]]
 """Reads a file below a place, of so many bytes, from its beginning; a piece is valid until the next."""
-
-
-def checkpoint_folders(run: RunFolder, kind: str = "checkpoint") -> list[Path]:
-    """Return every `checkpoint-<step>`, committed or not, newest step first; kind "weights": every `weights-<step>`."""
-    # Leaves out `weights-8.partial`, and a copy that a user named `checkpoint-8-good`.
-    found = (path for path in run.path.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
-    return sorted(found, key=step_in_name, reverse=True)
-
-
-def committed_checkpoints(run: RunFolder) -> list[Path]:
-    """Return the checkpoint folders that have the commit marker, newest step first."""
-    return [folder for folder in checkpoint_folders(run) if (folder / MARKER).exists()]
-
-
-def step_in_name(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
 
 
 def step_in(name: str) -> int:
@@ -106,8 +90,8 @@ def refuse_foreign_files(run: RunFolder) -> None:
             return
         files = [run.plan, run.environment, run.mixture, run.metrics, run.samples, run.report]
         found = [path for path in (*files, run.model, run.export, run.extensions) if path.exists()]
-        found += [*checkpoint_folders(run, "weights"), *run.path.glob("weights-*.partial")]
-        found += [*filter(_is_foreign, checkpoint_folders(run))]
+        found += [*run.saved("weights"), *run.path.glob("weights-*.partial")]
+        found += [*filter(_is_foreign, run.saved())]
         if found:
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             what = f"{found[0].name}{more} would be written over, and no run has left its recipe.json here"
@@ -124,7 +108,7 @@ def _is_foreign(checkpoint: Path) -> bool:
 
 def remove_uncommitted(run: RunFolder) -> None:
     """Remove what a killed save has left, so that its files cannot mix with those of the next save."""
-    for folder in checkpoint_folders(run):
+    for folder in run.saved():
         if not (folder / MARKER).exists():
             if folder.is_symlink() or folder.is_file():
                 what = "a link or a file, with no committed checkpoint behind it"
@@ -141,7 +125,7 @@ def set_aside_after(run: RunFolder, step: int, spared: Path | None = None) -> li
     These checkpoints are damaged, or belong to a part of the run that is given up; none is deleted. spared: the
     checkpoint to continue from; it stays even if its folder has the name of a later step.
     """
-    folders = checkpoint_folders(run) + checkpoint_folders(run, "weights")
+    folders = run.saved() + run.saved("weights")
     later = [each for each in folders if step_in_name(each) > step]
     return [move_aside(run, each) for each in later if spared is None or not each.samefile(spared)]
 
@@ -218,7 +202,7 @@ class DiskPlace(Place):
         return str(self.path / name)
 
     def checkpoints(self) -> list[str]:
-        return [folder.name for folder in checkpoint_folders(RunFolder(self.path))]
+        return [folder.name for folder in RunFolder(self.path).saved()]
 
     def marker(self, name: str) -> bytes | None:
         path = self.path / name / MARKER
@@ -320,8 +304,8 @@ def catalogue(run: RunFolder) -> list[dict]:
         step = step_in_name(folder.with_name(folder.name.partition(".")[0]))
         return entry_of(str(folder.relative_to(run.path)), step, found, folder.stat().st_mtime)
 
-    entries = [entry(each) for each in checkpoint_folders(run)]
-    entries += [entry(each, WEIGHTS_ONLY) for each in checkpoint_folders(run, "weights")]
+    entries = [entry(each) for each in run.saved()]
+    entries += [entry(each, WEIGHTS_ONLY) for each in run.saved("weights")]
     entries.sort(key=lambda each: (-each["step"], each["folder"]))
     aside = sorted(each for each in run.aside.glob("*-*") if _ASIDE.match(each.name))
     return entries + [entry(each, "set aside") for each in aside]

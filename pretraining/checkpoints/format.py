@@ -43,10 +43,9 @@ from pretraining.runtime.durable_files import flush_folder, replacing, write_jso
 from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0
-from pretraining.runtime.run_folder import RunFolder, unix_seconds, utc_now
+from pretraining.runtime.run_folder import MARKER, RunFolder, unix_seconds, utc_now
 from pretraining.schema import check
 
-MARKER = "committed.json"
 GIVEN = "initial_weights"  # the event of a run that begins from weights that exist
 FORMAT = 1
 THREADS = 8  # files read at once: the checksum releases the interpreter's lock while it computes

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretraining.checkpoints.folders import committed_checkpoints, remove_checkpoint, step_in_name
+from pretraining.checkpoints.folders import remove_checkpoint
 from pretraining.checkpoints.format import marker_or_nothing
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.metric_names import lower_is_better
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, step_in_name
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Retention:
 
     def apply(self, run: RunFolder) -> list[Path]:
         """Remove what the rule does not keep, after a commit; returns the checkpoints that the rule does not keep."""
-        folders = committed_checkpoints(run)
+        folders = run.committed()
         kept = self.kept_steps((step_in_name(each), marker_or_nothing(each)) for each in folders)
         # Oldest first, one after the other: if the process is killed, the next call finds the rest.
         removed = [folder for folder in reversed(folders) if step_in_name(folder) not in kept]

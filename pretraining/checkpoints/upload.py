@@ -17,7 +17,7 @@ from pathlib import Path
 
 import xxhash
 
-from pretraining.checkpoints.folders import committed_checkpoints, step_in, step_in_name
+from pretraining.checkpoints.folders import step_in
 from pretraining.checkpoints.format import (
     MARKER,
     digest_entry,
@@ -33,7 +33,7 @@ from pretraining.outside.files import read_bytes
 from pretraining.outside.masking import masked
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import Messages, gather_from_ranks, host_group, rank_and_world_size
-from pretraining.runtime.run_folder import RunFolder, unix_seconds
+from pretraining.runtime.run_folder import RunFolder, step_in_name, unix_seconds
 
 _PAUSE_SECONDS = 0.05  # between two exchanges of the ranks
 _CHUNK_BYTES = 256 << 10  # it stays in the processor's cache between hashing and sending
@@ -177,7 +177,7 @@ class Uploader:
                     if step_in(name) <= step_in(parcel.name):
                         markers[name] = parse_marker(self.remote.marker(name) or b"", self.remote.where(name))
             kept = self.rule.kept_steps((step_in(name), marker) for name, marker in markers.items())
-            kept |= set(map(step_in_name, committed_checkpoints(self.run)))
+            kept |= set(map(step_in_name, self.run.committed()))
             self._removed_here += [name for name in markers if step_in(name) not in kept]
             self.rule = None
         # A name leaves the list only after its removal: if the store fails, the next upload tries again.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from pretraining.api import train_command, words_of
-from pretraining.checkpoints.folders import committed_checkpoints, files_in
+from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry, read_marker
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import open_sources
@@ -398,7 +398,7 @@ class Train(Step):
         """Return whether the finished run was made of other tokens; a data set that has only grown is the same."""
         now = self.inputs()["data"]
         kept = self.pipeline.record.steps.get(self.name)
-        committed = committed_checkpoints(self.pipeline.run)
+        committed = self.pipeline.run.committed()
         if kept is not None:
             before = kept["inputs"]["data"]
         elif committed:

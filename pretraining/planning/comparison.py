@@ -19,6 +19,7 @@ from pretraining.planning.throughput import model_flops_utilization
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import (
+    MARKER,
     RunFolder,
     StepTotals,
     first_step,
@@ -163,13 +164,12 @@ def _observed(run: RunFolder) -> dict[str, float]:
     observed = StepTotals.of(timed, first_step(read_events(run.events))).speed()
     # only the newest counts: older ones may come from another optimizer or precision
     # a checkpoint that is not committed is not whole
-    checkpoints = sorted(run.path.glob("checkpoint-*/committed.json"), key=lambda path: path.stat().st_mtime)
-    if checkpoints:
+    if committed := run.committed():
         # a node without a shared disk may hold a part of the files that the marker names
-        here = (path for path in checkpoints[-1].parent.rglob("*") if path.is_file())
+        marker, here = committed[0] / MARKER, (path for path in committed[0].rglob("*") if path.is_file())
         sizes = {path.name: path.stat().st_size for path in here}
         try:
-            files = check(read_json_value(checkpoints[-1]), _MARKER, str(checkpoints[-1])).get("files", {})
+            files = check(read_json_value(marker), _MARKER, str(marker)).get("files", {})
         except (OSError, ValueError, UserError):  # damaged, which the next start reports
             files = {}
         sizes = {name: entry["bytes"] for name, entry in files.items()} | sizes

@@ -309,10 +309,8 @@ def plan_beside_measured(record: RunRecord) -> dict:
     end = next((event for event in reversed(record.events) if event.get("event") == "end"), {})
     pairs = []
     measured = {"peak_memory_bytes": record.metrics.last("memory/peak_bytes"), "checkpoint_bytes": None}
-    folders = [path.parent for path in record.run.path.glob("checkpoint-*/committed.json")]
-    if folders:
-        newest = max(folders, key=lambda folder: folder.stat().st_mtime)
-        files = [path for path in newest.rglob("*") if path.is_file()]
+    if committed := record.run.committed():
+        files = [path for path in committed[0].rglob("*") if path.is_file()]
         measured["checkpoint_bytes"] = float(sum(path.stat().st_size for path in files))
     measured["validation_loss"] = end.get("eval_loss")
     measured |= (end.get("measured") or {}) | record.speed()

@@ -26,6 +26,7 @@ from pretraining.runtime.run_folder import (
     event_seconds,
     events_of,
     first_step,
+    step_in_name,
     step_of,
 )
 from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime
@@ -218,8 +219,7 @@ class RunRecord:
         return Standing(state, self.last_written, step, checkpoint=checkpoint)
 
     def checkpoint_steps(self) -> list[int]:
-        folders = [path.parent.name for path in self.run.path.glob("checkpoint-*/committed.json")]
-        return sorted(int(name.rpartition("-")[2]) for name in folders if name.rpartition("-")[2].isdigit())
+        return sorted(map(step_in_name, self.run.committed()))
 
     @property
     def state(self) -> str:

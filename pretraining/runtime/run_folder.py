@@ -3,6 +3,7 @@
 import calendar
 import json
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +25,7 @@ from pretraining.schema import fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
+MARKER = "committed.json"  # of a checkpoint: it makes the checkpoint exist (checkpoints/format.py)
 STARTS = ("start", "resume")  # events with which an attempt of a run begins
 PACKAGES = ["torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow"]
 PACKAGES += ["pretraining-recipes"] if IS_WHEEL else []  # a checkout has a commit
@@ -72,6 +74,16 @@ class RunFolder:
     def weights(self, step: int) -> Path:
         """Return the folder of the weights, if only they are left of that checkpoint."""
         return self.path / f"weights-{step}"
+
+    def saved(self, kind: str = "checkpoint") -> list[Path]:
+        """Return every `checkpoint-<step>`, committed or not, newest step first; kind "weights": `weights-<step>`."""
+        # Leaves out `weights-8.partial`, and a copy that a user named `checkpoint-8-good`.
+        found = (path for path in self.path.glob(f"{kind}-*") if re.fullmatch(rf"{kind}-\d+", path.name))
+        return sorted(found, key=step_in_name, reverse=True)
+
+    def committed(self) -> list[Path]:
+        """Return the checkpoint folders that have the commit marker, newest step first."""
+        return [folder for folder in self.saved() if (folder / MARKER).exists()]
 
     def rank_log(self, rank: int) -> Path:
         """Return the file of what a rank prints; rank 0 has console.log."""
@@ -155,6 +167,11 @@ _STEP = {"type": ["number", "null"], "minimum": 0, "maximum": 1 << 53}
 _STEPS = ("step", "steps", "own_seconds", "median_seconds", "blocked_seconds", "world_size")
 _MEASURED = {"type": ["object", "null"]}
 _EVENT = object_of({}, {"time": TEXT, "event": TEXT, "measured": _MEASURED, **dict.fromkeys(_STEPS, _STEP)})
+
+
+def step_in_name(folder: Path) -> int:
+    """Return the step of a folder that `saved` returns."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def read_events(path: Path) -> list[dict]:

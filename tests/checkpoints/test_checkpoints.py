@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import (
-    committed_checkpoints,
-    damage,
-    remove_uncommitted,
-    set_aside_after,
-    share_of,
-)
+from pretraining.checkpoints.folders import damage, remove_uncommitted, set_aside_after, share_of
 from pretraining.checkpoints.format import FORMAT, MARKER, Start, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
 from pretraining.checkpoints.retention import Retention
@@ -80,7 +74,7 @@ def test_other_versions_are_refused_by_name(run):
 
 def test_random_damage_is_found_and_never_chosen(run):
     """Bit flips, truncations, deletions and swaps in any file of any checkpoint, markers and receipts included."""
-    folders, chance = committed_checkpoints(run), random.Random(4)
+    folders, chance = run.committed(), random.Random(4)
     for number in range(120):
         with damaged(run, chance) as (kind, harmed):
             assert harmed and judged_rightly(run, harmed, folders), (number, kind, harmed)
@@ -171,7 +165,7 @@ def test_retention_may_be_killed_anywhere(run, tmp_path):
     for call in range(1000):
         copy = RunFolder(shutil.copytree(run.path, tmp_path / f"copy-{call}"))
         done = killed_at(call, lambda copy=copy: rule.apply(copy))
-        left = committed_checkpoints(copy)
+        left = copy.committed()
         assert left[0] == copy.checkpoint(12) and all(damage(folder) is None for folder in left)
         for step in (4, 8):
             assert copy.checkpoint(step) in left or copy.weights(step).exists()

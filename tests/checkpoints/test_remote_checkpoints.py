@@ -19,7 +19,6 @@ import torch
 from pretraining.checkpoints import remote
 from pretraining.checkpoints.__main__ import main
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import committed_checkpoints, step_in_name
 from pretraining.checkpoints.format import (
     MARKER,
     commit_checkpoint,
@@ -41,7 +40,7 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
-from pretraining.runtime.run_folder import RunFolder, utc_now
+from pretraining.runtime.run_folder import RunFolder, step_in_name, utc_now
 from tests.gear.object_store import (
     OTHER_CREDENTIALS,
     OtherServer,
@@ -121,7 +120,7 @@ def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunFol
     """The run as a machine gets it that had nothing, or this checkpoint alone."""
     run = RunFolder(folder / "empty" / NAME)
     if newest_here is not None:
-        for each in committed_checkpoints(run):
+        for each in run.committed():
             if step_in_name(each) != newest_here:
                 shutil.rmtree(each)
         run.path.mkdir(parents=True, exist_ok=True)

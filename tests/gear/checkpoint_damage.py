@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pretraining.checkpoints.folders import committed_checkpoints, files_in
+from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER
 from pretraining.runtime.run_folder import RunFolder
 
@@ -16,7 +16,7 @@ KINDS = ("flip", "truncate", "delete", "swap")
 def damaged(run: RunFolder, chance: random.Random) -> Iterator[tuple[str, list[Path]]]:
     """One random damage; yields its kind and the checkpoints that are not what was committed any more."""
     kind = chance.choice(KINDS)
-    folders = committed_checkpoints(run)
+    folders = run.committed()
     before = {path: path.read_bytes() for folder in folders for path in files_in(folder)}
     for path, content in _harm(kind, before, chance).items():
         path.unlink() if content is None else path.write_bytes(content)

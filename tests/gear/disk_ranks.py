@@ -15,7 +15,6 @@ import torch
 
 from pretraining.checkpoints.background import CheckpointWriter
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import step_in_name
 from pretraining.checkpoints.format import commit_checkpoint
 from pretraining.checkpoints.remote import RemoteRun, fetch_absent
 from pretraining.checkpoints.resume import bring_history, refuse_lone_disks
@@ -28,7 +27,7 @@ from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.heartbeat import Heartbeat, read_place
 from pretraining.runtime.process_group import gather_from_ranks
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, step_in_name
 from pretraining.training.hangs import ALARM, Relay
 
 RANKS = 2
