@@ -40,7 +40,7 @@ from pretraining.runtime.installation import REPOSITORY, WORKPLACE
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.run_folder import RunFolder, utc_now
 from pretraining.schema import differences, display_path, listed
-from pretraining.supervise.hosts import HostfileCommand
+from pretraining.supervise.hosts import Hosts
 
 # What all steps share: its settings, the record of what was done, and how both compare.
 
@@ -206,9 +206,9 @@ def ranks_of(launcher: str) -> int | None:
         found = re.search(rf"(?:{'|'.join(names)})[= ](\d+)(?!\S)", launcher)
         return int(found[1]) if found else None
 
-    hosted = HostfileCommand.of([*shlex.split(launcher), "train.py"])
+    hosted = Hosts.of([*shlex.split(launcher), "train.py"])
     if hosted is not None:
-        return sum(map(len, hosted.slots().values()))
+        return sum(map(len, hosted.slots.values()))
     if total := of("--num_processes"):
         return total  # accelerate counts those of all machines
     ranks = of("--num_gpus", "--nproc_per_node", "--nproc-per-node")

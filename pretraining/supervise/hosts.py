@@ -85,16 +85,20 @@ ORDER = (USER_ERROR, GAVE_UP, STOPPED, HANG)  # which counts if hosts differ, an
 
 
 @dataclass
-class HostfileCommand:
-    """A command that DeepSpeed starts on the hosts of a file through pdsh."""
+class Hosts:
+    """The hosts of a command that DeepSpeed starts through pdsh, and in a start of it the agent on each."""
 
-    words: list[str]  # as typed
+    typed: list[str]
     options: argparse.Namespace  # those before the script
     script: int  # its place among the words
+    slots: dict[str, list[int]]  # the GPUs of each, read once: the file may be edited meanwhile
+    agents: dict[str, subprocess.Popen] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    codes: dict[str, int] = field(default_factory=dict)  # {host: the code that a rank told}, after `end`
 
     @classmethod
-    def of(cls, words: list[str], also_one: bool = False) -> "HostfileCommand | None":
-        """Return None if this is no such command. A single host is one only if `also_one`."""
+    def of(cls, words: list[str], also_one: bool = False) -> "Hosts | None":
+        """Return None if this is no such command with a hostfile. A single host is one only if `also_one`."""
         if Path(words[0]).name not in ("deepspeed", "ds"):
             return None
         try:
@@ -104,46 +108,19 @@ class HostfileCommand:
         if options.no_ssh or options.launcher.lower() != "pdsh" or not Path(options.hostfile).is_file():
             return None
         # the words after the script are not the launcher's
-        made = cls(words, options, len(words) - len(options.rest) - 1)
+        made = cls(words, options, len(words) - len(options.rest) - 1, _chosen_slots(options))
         # DeepSpeed starts a single host's ranks on this machine
-        return made if also_one or options.force_multi or len(made.slots()) > 1 else None
-
-    def slots(self) -> dict[str, list[int]]:
-        """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
-        options = self.options
-        slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
-        typed = options.include or options.exclude  # `beta@gamma:0,2`; no numbers: all
-        parts = [part.partition(":") for part in typed.split("@") if part]
-        try:
-            named = {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
-        except ValueError:
-            what = f"{typed!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
-            raise UserError(f"{options.hostfile}: {what}") from None
-        if unknown := [host for host in named if host not in slots]:
-            raise UserError(f"{options.hostfile}: it has no host {unknown[0]}, which the command names")
-        if options.include:
-            slots = {host: named[host] or every for host, every in slots.items() if host in named}
-        else:
-            for host, numbers in named.items():
-                slots[host] = [each for each in slots[host] if numbers and each not in numbers]
-        if options.num_nodes > 0:
-            slots = dict(list(slots.items())[: options.num_nodes])
-        if options.num_gpus > 0:
-            slots = {host: list(range(options.num_gpus)) for host in slots}
-        if not (left := {host: numbers for host, numbers in slots.items() if numbers}):
-            what = f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
-            raise UserError(what)
-        return left
+        return made if also_one or options.force_multi or len(made.slots) > 1 else None
 
     def on(self, slots: dict[str, list[int]]) -> list[str]:
         """Return the command for these hosts alone."""
         include = "@".join(f"{host}:{','.join(map(str, numbers))}" for host, numbers in slots.items())
         # the last of two equal options counts; a single host may be another one than this machine
         chosen = [f"--include={include}", "--exclude=", "--num_nodes=-1", "--num_gpus=-1", "--force_multi"]
-        script, *rest = self.words[self.script :]
+        script, *rest = self.typed[self.script :]
         # a shell there reads the words again, and DeepSpeed quotes those with a space alone
         rest = [word if " " in word else shlex.quote(word) for word in rest]
-        return [*self.words[: self.script], *chosen, script, *rest]
+        return [*self.typed[: self.script], *chosen, script, *rest]
 
     def ssh(self, host: str) -> list[str]:
         port = [] if self.options.ssh_port is None else ["-p", str(self.options.ssh_port)]
@@ -151,32 +128,17 @@ class HostfileCommand:
         typed = shlex.split(os.environ.get(SSH_VARIABLE, ""))
         return ["ssh", "-o", "BatchMode=yes", *typed, *SSH_OPTIONS.split(), *port, "--", host]
 
-
-@dataclass
-class Hosts:
-    """The hosts of one start, and the agent on each. folder: the supervisor's, of the same name on all of them."""
-
-    command: HostfileCommand
-    folder: Path
-    agents: dict[str, subprocess.Popen] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    codes: dict[str, int] = field(default_factory=dict)  # {host: the code that a rank told}, after `end`
-
-    def __post_init__(self) -> None:
-        self._slots = self.command.slots()  # read once: the file may be edited while the run goes on
-        self._first = next(iter(self._slots), None)
-
-    def reach(self) -> None:
-        """Start the agents, and find out who is missing."""
+    def reach(self, folder: Path) -> None:
+        """Start the agents, and leave out who is missing. folder: the supervisor's, of the same name on all hosts."""
         if shutil.which("pdsh") is None:
             what = "pdsh is not installed here, through which DeepSpeed starts its hosts; install it"
             raise UserError(what)
-        words = [sys.executable, "-m", "pretraining.supervise.hosts", str(self.folder)]
+        words = [sys.executable, "-m", "pretraining.supervise.hosts", str(folder)]
         there = f"cd {shlex.quote(str(WORKPLACE))} && exec {shlex.join(words)}"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         started = {
-            host: subprocess.Popen([*self.command.ssh(host), there], start_new_session=True, **pipes)
-            for host in self._slots
+            host: subprocess.Popen([*self.ssh(host), there], start_new_session=True, **pipes)
+            for host in self.slots
         }
         for host, agent in started.items():
             # the shell there may print lines of its own before
@@ -185,19 +147,15 @@ class Hosts:
             else:
                 agent.wait()
                 self.missing.append(host)
+                del self.slots[host]
 
-    def words(self) -> list[str]:
-        slots = {host: numbers for host, numbers in self._slots.items() if host in self.agents}
-        self._first = next(iter(slots))
-        return self.command.on(slots)
-
-    def variables(self, ours: dict[str, str]) -> dict[str, str]:
+    def variables(self, folder: Path, ours: dict[str, str]) -> dict[str, str]:
         """Write a file of variables for all hosts: the user's and ours. Return DeepSpeed's variables that name it."""
         name = os.environ.get(VARIABLES_FILE, ".deepspeed_env")
         files = dict.fromkeys([Path.home() / name, Path(name).absolute()])  # as DeepSpeed looks for them
         lines = [line for file in files if file.is_file() for line in file.read_text().splitlines()]
         lines += [f"{key}={value}" for key, value in ours.items()]
-        written = self.folder / "variables"
+        written = folder / "variables"
         written.write_text("".join(f"{line}\n" for line in lines if line.strip()))
         typed = os.environ.get(SSH_VARIABLE, "")
         return {VARIABLES_FILE: str(written), SSH_VARIABLE: f"{typed} {SSH_OPTIONS}".strip()}
@@ -243,7 +201,34 @@ class Hosts:
         """
         told = sorted(set(self.codes.values()) & set(ORDER), key=ORDER.index)
         # the first host has rank 0, which ends last
-        return told[0] if told else self.codes.get(self._first, launchers)
+        return told[0] if told else self.codes.get(next(iter(self.slots)), launchers)
+
+
+def _chosen_slots(options: argparse.Namespace) -> dict[str, list[int]]:
+    """Return {host: the numbers of its GPUs} of the file as it is now, as DeepSpeed chooses them."""
+    slots = {host: list(range(number)) for host, number in _hosts_in(Path(options.hostfile)).items()}
+    typed = options.include or options.exclude  # `beta@gamma:0,2`; no numbers: all
+    parts = [part.partition(":") for part in typed.split("@") if part]
+    try:
+        named = {host: [int(each) for each in numbers.split(",") if each] for host, _, numbers in parts}
+    except ValueError:
+        what = f"{typed!r}, which the command names, is not HOST:NUMBER,NUMBER@HOST"
+        raise UserError(f"{options.hostfile}: {what}") from None
+    if unknown := [host for host in named if host not in slots]:
+        raise UserError(f"{options.hostfile}: it has no host {unknown[0]}, which the command names")
+    if options.include:
+        slots = {host: named[host] or every for host, every in slots.items() if host in named}
+    else:
+        for host, numbers in named.items():
+            slots[host] = [each for each in slots[host] if numbers and each not in numbers]
+    if options.num_nodes > 0:
+        slots = dict(list(slots.items())[: options.num_nodes])
+    if options.num_gpus > 0:
+        slots = {host: list(range(options.num_gpus)) for host in slots}
+    if not (left := {host: numbers for host, numbers in slots.items() if numbers}):
+        what = f"{options.hostfile}: no host with a GPU is left to start on; add `NAME slots=NUMBER`"
+        raise UserError(what)
+    return left
 
 
 def _hosts_in(path: Path) -> dict[str, int]:

@@ -23,7 +23,7 @@ from pretraining.command_line import OneLineParser, not_negative_integer, positi
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import FINISHED, HANG, NOT_RESTARTED, STOPPED, SUPERVISOR
 from pretraining.runtime.processes import ASKING, RESTART, SAME_REQUEST_SECONDS, STARTED
-from pretraining.supervise.hosts import HostfileCommand, Hosts, end_what_is_left, kill_all, told_code
+from pretraining.supervise.hosts import Hosts, end_what_is_left, kill_all, told_code
 
 EXAMPLES = """examples:
   python -m pretraining.supervise -- deepspeed --num_gpus=8 train.py --recipe 30b
@@ -111,16 +111,15 @@ class Supervisor:
         # the code of the start before must not count for this one
         (self.folder / "exit_code").unlink(missing_ok=True)
         names = {SUPERVISOR: str(self.folder), RESTART: str(restarts), STARTED: str(self._started)}
-        hosted = HostfileCommand.of(self.command, also_one=self.min_hosts is not None)
-        if hosted is None:
+        self._hosts = hosts = Hosts.of(self.command, also_one=self.min_hosts is not None)
+        if hosts is None:
             if self.min_hosts is not None:
                 raise UserError("--min_hosts is for `deepspeed --hostfile FILE` through pdsh; leave it away")
             command = self._command_that_meets() if restarts else self.command
             return STOPPED if self.asked else self._run_launcher(command, names)
-        self._hosts = hosts = Hosts(hosted, self.folder)
         try:
-            hosts.reach()
-            answer, file = len(hosts.agents), hosted.options.hostfile
+            hosts.reach(self.folder)
+            answer, file = len(hosts.agents), hosts.options.hostfile
             least = answer + len(hosts.missing) if self.min_hosts is None else self.min_hosts
             gone = f"no answer through ssh from {', '.join(hosts.missing)}"
             if hosts.missing and answer < max(1, least):
@@ -130,8 +129,8 @@ class Supervisor:
                 _say(f"{gone}; starting on {', '.join(hosts.agents)}")
             if self.asked:  # while the hosts were reached
                 return STOPPED
-            variables = {**names, **hosts.variables({**names, **self._variables})}
-            code = self._run_launcher(hosts.words(), variables)
+            variables = {**names, **hosts.variables(self.folder, {**names, **self._variables})}
+            code = self._run_launcher(hosts.on(hosts.slots), variables)
         finally:
             hosts.end()
         return hosts.code(code)

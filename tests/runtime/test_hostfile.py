@@ -13,7 +13,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.processes import ASKING
-from pretraining.supervise.hosts import SWITCHES, VALUES, HostfileCommand, Hosts
+from pretraining.supervise.hosts import SWITCHES, VALUES, Hosts
 from pretraining.supervise.supervisor import CRASH, Supervisor
 from tests.gear.nodes import wait_until
 from tests.gear.object_store import Proxy, connect_to, newest_committed, s3_server, use_here
@@ -72,8 +72,8 @@ def test_hosts_are_those_that_deepspeed_would_choose(hostfile, words):
 
     script = ["train.py", "--recipe", "30b", "--num_nodes", "9"]
     command = ["deepspeed", "--hostfile", str(hostfile), *words, *script]
-    read = HostfileCommand.of(command)
-    slots = read.slots()
+    read = Hosts.of(command)
+    slots = read.slots
     assert slots == chosen_by_deepspeed(command) and len(slots) > 1
     assert chosen_by_deepspeed(read.on(slots)) == slots
     last = dict(list(slots.items())[-1:])
@@ -107,8 +107,7 @@ def test_a_hostfile_that_is_wrong_is_one_line(hostfile, text, words, complaint):
     """Nothing of it reaches ssh as an option."""
     hostfile.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError, match=complaint) as caught:
-        made = HostfileCommand.of(["deepspeed", f"--hostfile={hostfile}", *words, "train.py"])
-        Hosts(made, hostfile.parent)
+        Hosts.of(["deepspeed", f"--hostfile={hostfile}", *words, "train.py"])
     assert str(hostfile) in str(caught.value)
 
 
@@ -121,7 +120,7 @@ def test_other_launchers_have_no_hosts(hostfile):
         [*typed, "--launcher=openmpi", "train.py"],
         [*typed, "--include=alpha", "train.py"],  # DeepSpeed starts it on this machine
     ):
-        assert HostfileCommand.of(command) is None
+        assert Hosts.of(command) is None
 
 
 @pytest.fixture
@@ -183,8 +182,9 @@ def test_hosts_without_pdsh_and_min_hosts_without_a_hostfile_are_one_line(hostfi
         ({"alpha": 0, "beta": 75}, 75),
     ],
 )
-def test_which_exit_code_counts(hostfile, tmp_path, told, code):
-    hosts = Hosts(HostfileCommand.of(["deepspeed", "-H", str(hostfile), "train.py"]), tmp_path, codes=told)
+def test_which_exit_code_counts(hostfile, told, code):
+    hosts = Hosts.of(["deepspeed", "-H", str(hostfile), "train.py"])
+    hosts.codes = told
     assert hosts.code(255) == code
 
 
