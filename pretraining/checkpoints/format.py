@@ -105,7 +105,7 @@ def passed_on(
             written += write(memoryview(piece)[written:])
         num_bytes += len(piece)
         progress(len(piece))
-    return digest_entry(num_bytes, digest)
+    return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
 
 
 def write_bytes(path: Path, content: bytes) -> dict:
@@ -114,11 +114,7 @@ def write_bytes(path: Path, content: bytes) -> dict:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return digest_entry(len(content), xxhash.xxh128(content))
-
-
-def digest_entry(num_bytes: int, digest: xxhash.xxh128) -> dict:
-    return {"bytes": num_bytes, "checksum": f"xxh128:{digest.hexdigest()}"}
+    return passed_on([content])
 
 
 def receipt_name(rank: int, ranks: int) -> str:
@@ -164,7 +160,7 @@ def commit_checkpoint(folder: Path, content: dict) -> None:
             raise FileNotFoundError(f"{folder}: no receipt of rank {rank} of {ranks}") from None
         # The files are not read again: each rank computed the checksums of its own while it wrote them.
         files |= parse_receipt(raw, folder / name)["files"]
-        receipts[name] = digest_entry(len(raw), xxhash.xxh128(raw))
+        receipts[name] = passed_on([raw])
     write_marker(folder, {**content, "files": {**files, **receipts}})
 
 

@@ -22,13 +22,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from pretraining.checkpoints.folders import Pieces, Place, step_in
-from pretraining.checkpoints.format import (
-    MARKER,
-    THREADS,
-    file_entry,
-    passed_on,
-    read_marker,
-)
+from pretraining.checkpoints.format import MARKER, THREADS, file_entry, passed_on, read_marker
 from pretraining.data.streaming.store import ShortAnswer, Store
 from pretraining.errors import UserError, reason_of
 from pretraining.outside.files import regular

@@ -18,14 +18,7 @@ from pathlib import Path
 import xxhash
 
 from pretraining.checkpoints.folders import step_in
-from pretraining.checkpoints.format import (
-    MARKER,
-    digest_entry,
-    is_of_rank,
-    parse_marker,
-    parse_receipt,
-    receipt_name,
-)
+from pretraining.checkpoints.format import MARKER, is_of_rank, parse_marker, parse_receipt, receipt_name
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun
 from pretraining.checkpoints.retention import Retention
 from pretraining.errors import UserError
@@ -250,7 +243,7 @@ class Parcel:
                 yield last
                 work_done(len(last))  # the store has taken it
             last = chunk
-        if digest_entry(entry["bytes"], digest) != entry:
+        if f"xxh128:{digest.hexdigest()}" != entry["checksum"]:
             raise UserError(f"{name} of {self.name} has changed since it was committed")
         yield last
 
