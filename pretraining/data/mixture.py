@@ -10,7 +10,7 @@ from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
 from pretraining.recipe.data import WishedStage, is_mixed, read_stages, run_shares
-from pretraining.schema import display_path, problem
+from pretraining.schema import problem
 
 if TYPE_CHECKING:
     from pretraining.recipe import Recipe
@@ -92,7 +92,7 @@ def build_mixture(
 
     Raises UserError for a source too small for one block or for its share.
     """
-    where, length, packing = display_path(recipe.path), recipe.sequence_length, recipe.data.packing
+    where, length, packing = recipe.where, recipe.sequence_length, recipe.data.packing
     names = recipe.data.source_names
     if not is_mixed(recipe.data):
         _check_epochs_of_stream(recipe, count_blocks(train, length, packing), num_samples, where)

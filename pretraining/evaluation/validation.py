@@ -37,7 +37,6 @@ from pretraining.recipe.data import is_mixed, read_stages, run_shares
 from pretraining.runtime.metric_names import OF_AVERAGE, perplexity
 from pretraining.runtime.process_group import RankGroups, from_rank_0, gather_from_ranks, rank_groups
 from pretraining.runtime.run_folder import RunFolder, first_step, is_validated, read_events
-from pretraining.schema import display_path
 
 DEFAULT_BATCH_SIZE = 8  # of TrainingArguments
 MEASURED = ("loss", "perplexity", "bits_per_byte")
@@ -74,7 +73,7 @@ def validation_sets(data: PreparedData, recipe: Recipe) -> list[ValidationSet]:
 
     The sources of `data.validation` are measured beside the held-out share; without a share, they are the validation.
     """
-    where, length = display_path(recipe.path), recipe.sequence_length
+    where, length = recipe.where, recipe.sequence_length
     names, parts = recipe.data.source_names, open_by_source(data.validation)
     shares = [Fraction(0)] * len(names)
     if is_mixed(recipe.data):

@@ -27,7 +27,7 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size, together
-from pretraining.schema import display_path, listed, problem
+from pretraining.schema import listed, problem
 from pretraining.upstream.deepspeed import copy_chunks, first_element, own_rows
 from pretraining.upstream.transformers import Conversion, is_not_loaded, is_partitioned
 
@@ -179,7 +179,7 @@ def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeigh
     name = recipe.weights.initial_weights
     if name is None:
         return None
-    where = display_path(recipe.path)
+    where = recipe.where
     folder = find_folder(name, where)
 
     def opened() -> GivenWeights:

@@ -24,7 +24,7 @@ from pretraining.planning.shapes import (
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import ROUTER_COEFFICIENT, OnceASection, is_exact
 from pretraining.recipe.sections import is_in
-from pretraining.schema import display_path, listed, problem
+from pretraining.schema import listed, problem
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""
@@ -106,7 +106,7 @@ def frozen_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     """Return the parameters that `model.frozen` keeps; `UserError` if a pattern matches none, or all are kept."""
     if not recipe.weights.frozen:
         return ()
-    tensors, where = parameter_tensors(recipe.model), display_path(recipe.path)
+    tensors, where = parameter_tensors(recipe.model), recipe.where
     for number, pattern in enumerate(recipe.weights.frozen):
         _check_match(recipe, f"model.frozen.{number}", pattern, [tensor.name for tensor in tensors])
     frozen = tuple(tensor for tensor in tensors if recipe.weights.freezes(tensor.name))
@@ -140,7 +140,7 @@ def wide_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
 
     `UserError` if a name matches no module, or one with experts, or nothing is left in bf16.
     """
-    weights, key, where = recipe.weights, "model.keep_in_fp32", display_path(recipe.path)
+    weights, key, where = recipe.weights, "model.keep_in_fp32", recipe.where
     if not weights.keep_in_fp32:
         return ()
     # the table of the tokens comes first, and is the head too if that is tied
@@ -182,7 +182,7 @@ def fp8_tensors(recipe: Recipe) -> tuple[Tensor, ...]:
     kept = tuple(each for name, each in layers.items() if speed.is_in_fp8(name, each.layer, blocks))
     if not kept:
         what = f"leaves none of the {blocks} blocks in fp8; --set speed.fp8=none, or shorten the lists"
-        raise problem(display_path(recipe.path), "speed.bf16_blocks", what)
+        raise problem(recipe.where, "speed.bf16_blocks", what)
     return kept
 
 
@@ -194,7 +194,7 @@ def _check_match(
         what = f"is {json.dumps(pattern)}, which matches none of the {len(names)} {of}"
         there = list(dict.fromkeys(map(in_every_layer, names)))
         near = nearest(pattern, there, 3) or f"; there are {listed(there)}"
-        raise problem(display_path(recipe.path), key, f"{what}{near}")
+        raise problem(recipe.where, key, f"{what}{near}")
 
 
 def in_every_layer(name: str) -> str:

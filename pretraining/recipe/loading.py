@@ -142,12 +142,12 @@ def recipe_of(
         if recipe.tokens_per_step < length:  # a step of less than a sequence cannot be made smaller
             words = f"the sequence length {length}"
             wrong = check_multiple(recipe.tokens_per_step, "budget.tokens_per_step", length, words)
-            refuse_first(wrong, where)
+            refuse_first(wrong, recipe.where)
         written = {override.partition("=")[0] for override in overrides}
         values = _limited(values, recipe, limit_tokens, written, world_size or 1)
         where += f" with --limit_tokens {limit_tokens}"
         recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
-    recipe.check(where)
+    recipe.check()
     refuse_credentials(values, where)
     place_keys((*SECTIONS, *KEYWORDS), where)
     notes += recipe.budget.rounded(values["budget"]) + recipe.optimizer.unread() + recipe.training.unread()

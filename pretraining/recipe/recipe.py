@@ -104,6 +104,13 @@ class Recipe:
                 object.__setattr__(self, name, make(getattr(self, name)))  # the dataclass is frozen
 
     @property
+    def where(self) -> str:
+        """The file, and the options over it: what a message about a key names."""
+        changes = f" with --set {' '.join(self.overrides)}" if self.overrides else ""
+        limit = "" if self.limit_tokens is None else f" with --limit_tokens {self.limit_tokens}"
+        return f"{display_path(self.path)}{changes}{limit}"
+
+    @property
     def words(self) -> list[str]:
         """What a command takes to read this recipe again: its name or path, every `--set`, and its limit."""
         # a recipe of ours is named as `load_recipe` takes it: features/muon
@@ -229,11 +236,11 @@ class Recipe:
             values["extensions"] = [each.to_dict() for each in self.extensions]
         return values | {name: getattr(self, name).to_dict() for name in SECTIONS}
 
-    def check(self, where: str) -> None:
-        """Raise `UserError` for the first value that its schema cannot judge. where: the file, for the message."""
-        refuse_first(self._wrong(where), where)
+    def check(self) -> None:
+        """Raise `UserError` for the first value that its schema cannot judge."""
+        refuse_first(self._wrong(), self.where)
 
-    def _wrong(self, where: str) -> Wrong:
+    def _wrong(self) -> Wrong:
         """Fields, then sections, then what these ask of each other."""
         yield from check_folder_name(self.name, "name")
         model, length, extensions = self.model.with_defaults(), self.sequence_length, self.extensions
@@ -250,7 +257,7 @@ class Recipe:
                 yield from check_defined(extensions, "filter", rule["import"], at)
         if self.loss.function is not None:
             yield from check_defined(extensions, "loss", self.loss.function, "loss.function")
-        yield from self.training.check(where)
+        yield from self.training.check(self.where)
         if self.training.use_liger_kernel and model.model_type == "gpt2":
             what = "is true, and Liger has no kernels for gpt2: set it to false, or take model_type llama"
             yield "training.use_liger_kernel", what
@@ -262,7 +269,7 @@ class Recipe:
         for name in SECTIONS:
             yield from getattr(self, name).check(name)
         schedules = defined(extensions, "schedule")
-        yield from check_schedule(self.budget, self.training, self.num_steps, where, schedules)
+        yield from check_schedule(self.budget, self.training, self.num_steps, self.where, schedules)
         yield from self.optimizer.check_course(self.num_steps)
         yield from check_judged(self.budget, self.training, self.monitors.spikes)
         yield from check_mixture(self.data, self.num_samples, length)
@@ -318,7 +325,7 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
     per_sample = degrees_of(ds_config).ranks_per_sample
     ranks, micro_batch, length = world_size // per_sample, recipe.micro_batch, recipe.sequence_length
     ranks_words = f"{ranks} ranks" if per_sample == 1 else f"{ranks} groups of {per_sample} ranks"
-    tokens_at_once, where = ranks * micro_batch * length, display_path(recipe.path)
+    tokens_at_once, where = ranks * micro_batch * length, recipe.where
     steps, rest = divmod(recipe.tokens_per_step, tokens_at_once)
     if rest:
         together = f"{ranks_words} x {micro_batch} per_device_train_batch_size x {length} tokens"

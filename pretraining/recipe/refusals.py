@@ -37,7 +37,7 @@ from pretraining.recipe.model import (
 )
 from pretraining.recipe.recipe import check_documents, check_loss
 from pretraining.recipe.training import ADAMW, DECAYING, DEFAULT_OPTIM, ELEMENTWISE, SCHEDULE_FREE
-from pretraining.schema import Wrong, display_path, refuse_first
+from pretraining.schema import Wrong, refuse_first
 
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",
@@ -95,7 +95,7 @@ def check_while_preparing(recipe: Recipe, data_root: Path | str) -> None:
     if is_remote(data_root):
         what = f"--while_preparing: --data_dir {data_root} is an address; give a folder that all ranks share"
         raise UserError(what)
-    refuse_first(_needs_the_whole_text(recipe), display_path(recipe.path))
+    refuse_first(_needs_the_whole_text(recipe), recipe.where)
 
 
 def _needs_the_whole_text(recipe: Recipe) -> Wrong:
@@ -123,7 +123,7 @@ def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = N
     """Raise `UserError` for the first thing in CHECKS that is wrong, then for ranks that do not divide the step."""
     _refuse_launcher_settings(recipe)
     for check in CHECKS:
-        refuse_first(check(recipe, ds_config), display_path(recipe.path))
+        refuse_first(check(recipe, ds_config), recipe.where)
     if world_size is not None:
         _check_ranks(recipe.deepspeed, ds_config, world_size)
         accumulation_steps(recipe, world_size, ds_config)

@@ -91,7 +91,7 @@ def build_arguments(
         keywords["bf16"] = False  # autocast, see engine_config
     if keywords.get("tf32") and not is_torch_tf32_available():
         what = "needs an Ampere GPU or a later one, and there is none here; leave it out"
-        raise problem(display_path(recipe.path), "training.tf32", what)
+        raise problem(recipe.where, "training.tf32", what)
     if recipe.training.bf16 and is_torch_tf32_available():
         keywords = {"tf32": True, **keywords}  # not in a fp32 recipe: it asks for fp32
     if keywords.get("tf32"):
@@ -121,7 +121,7 @@ def build_arguments(
     # without a GPU only DeepSpeed trains in fp16, on some processors
     if keywords.get("fp16") and not on_gpu and not (ds_config and get_accelerator().is_fp16_supported()):
         what = "needs a GPU, or DeepSpeed and a processor that computes in it; set training.bf16, or neither"
-        raise problem(display_path(recipe.path), "training.fp16", what)
+        raise problem(recipe.where, "training.fp16", what)
     check_operators(ds_config)
     with training_refusals(recipe.path):
         return TrainingArguments(**keywords, **FIXED, **owned)

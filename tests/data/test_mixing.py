@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -118,7 +117,7 @@ def recipe_of(weights=None, mixture=None, max_epochs=None, **data) -> SimpleName
     ]
     data = Data.of({"name": "mixed", "sources": sources, "tokenizer": "gpt2", "mixture": mixture, **data})
     step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
-    return SimpleNamespace(data=data, path=Path("mixed.json"), sequence_length=LENGTH, data_seed=3, **step)
+    return SimpleNamespace(data=data, where="mixed.json", sequence_length=LENGTH, data_seed=3, **step)
 
 
 def mixture_of(prepared, recipe, num_samples=800):

@@ -292,9 +292,13 @@ def test_deepspeed_of_the_command_line_wins_and_one_ds_config_has_one_name(monke
 
 
 def test_ranks_that_do_not_divide_a_step_are_refused_with_what_does():
-    """Tokens per step are constant at every world size: the nearest that divide, or the largest micro-batch."""
+    """Tokens per step are constant at every world size: the nearest that divide, or the largest micro-batch.
+
+    The message names the options over the file, which may have given the value.
+    """
     larger = load_recipe("features/gpt2", ["budget.tokens_per_step=8192", "budget.tokens=81920"])
-    said = "gpt2.json: budget.tokens_per_step: 8192 is not a multiple of 3072 = 3 ranks.*are 6144 and 9216"
+    over = "gpt2.json with --set budget.tokens_per_step=8192 budget.tokens=81920"
+    said = f"{over}: budget.tokens_per_step: 8192 is not a multiple of 3072 = 3 ranks.*are 6144 and 9216"
     with pytest.raises(UserError, match=said):
         accumulation_steps(larger, 3)
     with pytest.raises(UserError, match=r"training.per_device_train_batch_size: is 8.*; 2 does"):
