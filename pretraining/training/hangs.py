@@ -215,8 +215,8 @@ def described(rank: int, place: HeartbeatRecord | None, silent: bool) -> str:
 
 
 def clear(folder: Path) -> None:
-    """Remove the heartbeats and the alarm of an earlier start."""
-    for path in folder.glob("*"):
+    """Remove the heartbeats and the alarm of an earlier start; what else is there stays."""
+    for path in (*folder.glob("rank-*.json"), folder / ALARM):
         path.unlink(missing_ok=True)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -205,3 +205,14 @@ def test_who_did_not_arrive(arrivals, expected, tmp_path):
     run = RunFolder(tmp_path)
     Watch._report(SimpleNamespace(run=run, limit_seconds=60.0), places, set())
     assert [event["ranks"] for event in read_rows(run.events)] == [expected]
+
+
+def test_what_is_no_heartbeat_stays(tmp_path):
+    """A start clears those of the one before it; a file or folder of somebody else is left, with the folder."""
+    from pretraining.training.hangs import ALARM, clear
+
+    (tmp_path / "notes").mkdir()
+    for name in ("rank-00000.json", "rank-00001.json", ALARM, "measured.csv"):
+        (tmp_path / name).write_text("")
+    clear(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["measured.csv", "notes"]
