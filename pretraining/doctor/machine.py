@@ -240,8 +240,8 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
         seconds, every, gpu = launch.plan.checkpoint_bytes / speed, None, launch.gpus.known
         # training between two checkpoints; None if this machine's speed is not known
         if gpu and launch.recipe.training.product_precision in gpu.dense_peak_flops:
-            saved = forecast(setup, gpu).step.checkpoints
-            every = saved.every_seconds if saved else None
+            saved = forecast(setup, gpu)["step"]["checkpoints"]
+            every = saved and saved["every_seconds"]
         what += f": {duration(seconds)} for a checkpoint of {num_bytes(launch.plan.checkpoint_bytes)}"
         what += "" if every is None else f" every {duration(every)}"
         if seconds > (SLOW_SAVE_SECONDS if every is None else SLOW_SAVE_SHARE * every):

@@ -13,7 +13,7 @@ import numpy as np
 from pretraining.errors import UserError
 from pretraining.ladder.family import shaped_recipe, width_for
 from pretraining.ladder.fit import best_values, fit_loss, fit_score
-from pretraining.planning.costs import forecast
+from pretraining.planning.costs import forecast, least_dollars
 from pretraining.planning.gpus import Gpu
 from pretraining.planning.ladder import DECAYED, STABLE, Expected, Ladder, matmul_parameters, share_words
 from pretraining.planning.quantities import dollars, several, short, three_digits
@@ -150,11 +150,11 @@ def best_size(
         setup = Setup(recipe := shaped_recipe(target, width), checked_ds_config(recipe), world_size)
         cost = float(setup.flops.training)
         if gpu:
-            speed = forecast(setup, gpu)
-            if not speed.cost.prices:
+            least = least_dollars(forecast(setup, gpu)["cost"])
+            if least is None:
                 what = f"no price of {gpu.name} is known; set report.dollars_per_gpu_hour"
                 raise UserError(f"--dollars: {what}")
-            cost = min(price["dollars"] for price in speed.cost.prices) / recipe.num_tokens
+            cost = least / recipe.num_tokens
         parameters, tokens = matmul_parameters(recipe), budget / cost
         expected = ladder.fits[DECAYED].at(parameters, tokens)
         rows.append({"width": width, "parameters": parameters, "tokens": tokens, **expected._asdict()})

@@ -410,8 +410,8 @@ def _cost(recipe: Recipe, tokens: float, gpu: Gpu | None, world_size: int) -> di
     setup.accumulation  # noqa: B018
     speed = forecast(setup, gpu) if gpu else None
     share = tokens / recipe.num_tokens
-    hours = speed and speed.expected_seconds * share / 3600
-    prices = [price["dollars"] * share for price in speed.cost.prices] if speed else []
+    hours = speed and speed["expected_seconds"] * share / 3600
+    prices = [price["dollars"] * share for price in speed["cost"]["prices"]] if speed else []
     return {"flops": setup.flops.training * tokens, "hours": hours, "dollars": min(prices, default=None)}
 
 

@@ -64,10 +64,10 @@ def predicted(
         return values
     speed = forecast(setup, gpu)
     return values | {
-        "step_seconds": setup.recipe.tokens_per_step / speed.tokens_per_second,
-        "tokens_per_second": speed.tokens_per_second,
-        "training_seconds": speed.seconds,
-        "mfu": speed.mfu,
+        "step_seconds": speed["step"]["seconds"],
+        "tokens_per_second": speed["tokens_per_second"],
+        "training_seconds": speed["seconds"],
+        "mfu": speed["mfu"],
     }
 
 

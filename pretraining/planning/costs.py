@@ -22,7 +22,6 @@ from pretraining.planning.run_plan import RunPlan, build_run_plan, checkpoints_w
 from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, setup_of
 from pretraining.planning.throughput import (
     ESTIMATED,
-    StepTime,
     Utilization,
     expected_utilization,
     scaling_over_nodes,
@@ -152,98 +151,14 @@ NOT_COUNTED = "without validation, saving and restarts"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
-@dataclass(frozen=True)
-class Cost:
-    """GPU-hours, and the dollars and energy that follow from them."""
-
-    gpu_hours: float
-    prices: tuple[dict, ...]
-    """Entries of tables/prices.json with the run's `dollars`, cheapest first; empty if it has none for the GPU.
-
-    A price that the user gave has the date None.
-    """
-    energy_kwh: float
-    """GPUs at their rated power, times the data centre's overhead (PUE)."""
-
-
-@dataclass(frozen=True)
-class StepForecast:
-    """The part of a forecast that needs a recipe: the step, its messages, its data and its checkpoints."""
-
-    seconds: float
-    """Seconds of one optimizer step at the run's tokens per second."""
-    time: StepTime
-    """Time that the products and the messages need on their own."""
-    loader_bytes_per_second: float
-    """Bytes that the data loaders of all ranks read in a second."""
-    checkpoints: CheckpointCost | None
-    """None if the recipe saves none."""
-    disk: dict[str, int]
-    """Bytes by what they are for (`RunPlan.disk`)."""
-
-    def to_dict(self) -> dict:
-        sent = self.time.messages
-        return {
-            "seconds": self.seconds,
-            "time": self.time.to_dict(),
-            "kernel_seconds": self.time.kernel_seconds,
-            "sent_bytes_per_gpu": sum(message.total for message in sent),
-            "messages": [asdict(message) for message in sent],
-            "loader_bytes_per_second": self.loader_bytes_per_second,
-            "checkpoints": self.checkpoints.to_dict() if self.checkpoints else None,
-            "disk": self.disk,
-            "disk_bytes": sum(self.disk.values()),
-        }
-
-
-@dataclass(frozen=True)
-class RunForecast:
-    """A run on some GPUs."""
-
-    name: str
-    parameters: float
-    tokens: float
-    flops: float
-    """Training FLOPs, recomputation not counted."""
-    gpu: str
-    num_gpus: int
-    precision: str
-    utilization: Utilization
-    mfu: float
-    """The MFU that the run reaches, after the time to recompute, send and offload."""
-    expected: Utilization | None
-    """The same at rates of the model's own shapes; None without a recipe, or if `utilization` was given or measured."""
-    tokens_per_second: float
-    expected_seconds: float
-    """Of the whole run at its expected MFU, else at the estimate."""
-    cost: Cost
-    """Of `expected_seconds`."""
-    scaling: dict | None
-    """The assumption about several nodes; None if all GPUs are in one."""
-    step: StepForecast | None
-    """None without a recipe: a size alone does not say what a step is."""
-
-    @property
-    def seconds(self) -> float:
-        return self.tokens / self.tokens_per_second
-
-    def to_dict(self) -> dict:
-        return {
-            **asdict(self),
-            "seconds": self.seconds,
-            "tokens_per_second_per_gpu": self.tokens_per_second / self.num_gpus,
-            "step": self.step.to_dict() if self.step else None,
-        }
-
-
 def forecast(
     setup: Setup | BareSize,
     gpu: Gpu,
     mfu: float | None = None,
     precision: str | None = None,
     price: float | None = None,
-) -> RunForecast:
-    """Predict the time and money of a run; `UserError` as `step_time`.
+) -> dict:
+    """Predict the time and money of a run, as plain JSON; `UserError` as `step_time`.
 
     An assumed utilization knows nothing of the run. So recomputed layers, offload, and messages that need longer than
     the products come on top of it. A given one is used as it is. A measured one is lowered for recomputation alone.
@@ -282,37 +197,52 @@ def forecast(
             expected_rate = recipe.tokens_per_step / time.expected_seconds
             expected = Utilization(expected_rate / at_peak, how, assumed=not day)
         plan, seconds = build_run_plan(setup), recipe.tokens_per_step / rate
-        step = StepForecast(
-            seconds=seconds,
-            time=time,
-            # loaders read token shards: 2 or 4 bytes a token
-            loader_bytes_per_second=rate * plan.data_bytes / plan.unique_tokens,
-            checkpoints=cost_of_checkpoints(plan, seconds, gpu),
-            disk=plan.disk,
-        )
+        saved = cost_of_checkpoints(plan, seconds, gpu)
+        step = {
+            # of one optimizer step, at the run's tokens per second
+            "seconds": seconds,
+            # that the products and the messages need on their own
+            "time": time.to_dict(),
+            "kernel_seconds": time.kernel_seconds,
+            "sent_bytes_per_gpu": sum(message.total for message in time.messages),
+            "messages": [asdict(message) for message in time.messages],
+            # of all ranks; loaders read token shards: 2 or 4 bytes a token
+            "loader_bytes_per_second": rate * plan.data_bytes / plan.unique_tokens,
+            "checkpoints": saved and saved.to_dict(),
+            "disk": plan.disk,
+            "disk_bytes": plan.disk_bytes,
+        }
     expected_seconds = setup.tokens / expected_rate
-    return RunForecast(
-        name=setup.name,
-        parameters=setup.parameters,
-        tokens=setup.tokens,
-        flops=flops * setup.tokens,
-        gpu=gpu.name,
-        num_gpus=num_gpus,
-        precision=precision,
-        utilization=used,
-        mfu=rate / at_peak,
-        expected=expected,
-        tokens_per_second=rate,
-        expected_seconds=expected_seconds,
-        cost=run_cost(gpu, num_gpus * expected_seconds / SECONDS_PER_HOUR, price),
-        scaling=scaling_over_nodes(gpu, num_gpus, used.assumed),
-        step=step,
-    )
+    return {
+        "name": setup.name,
+        "parameters": setup.parameters,
+        "tokens": setup.tokens,
+        # recomputation not counted
+        "flops": flops * setup.tokens,
+        "gpu": gpu.name,
+        "num_gpus": num_gpus,
+        "precision": precision,
+        "utilization": asdict(used),
+        # that the run reaches, after the time to recompute, send and offload
+        "mfu": rate / at_peak,
+        # the same at rates of the model's own shapes; None without a recipe, or if `utilization` was given or measured
+        "expected": expected and asdict(expected),
+        "tokens_per_second": rate,
+        # at the expected MFU, else at the estimate; the cost is that of these seconds
+        "expected_seconds": expected_seconds,
+        "cost": run_cost(gpu, num_gpus * expected_seconds / SECONDS_PER_HOUR, price),
+        "scaling": scaling_over_nodes(gpu, num_gpus, used.assumed),
+        # None without a recipe: a size alone does not say what a step is
+        "step": step,
+        "seconds": setup.tokens / rate,
+        "tokens_per_second_per_gpu": rate / num_gpus,
+    }
 
 
-def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
+def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> dict:
     """Return dollars at every known provider and the energy of `hours` GPU-hours (Touvron et al. 2023, section 6).
 
+    Prices are entries of tables/prices.json with the run's `dollars`, cheapest first; none if it has none for the GPU.
     own_price: dollars per GPU-hour, used instead of the table's.
     """
     entries = prices_of(gpu)
@@ -323,9 +253,12 @@ def run_cost(gpu: Gpu, hours: float, own_price: float | None = None) -> Cost:
     names = ("provider", "place", "dollars_per_gpu_hour", "dollars", "date", "source")
     prices = [{**entry, "dollars": hours * entry["dollars_per_gpu_hour"]} for entry in entries]
     overhead = table("rates")["power_usage_effectiveness"]["value"]
-    # watts to kilowatts
-    energy_kwh = gpu.watts * hours * overhead / 1000
-    return Cost(hours, tuple({name: price[name] for name in names} for price in prices), energy_kwh)
+    return {
+        "gpu_hours": hours,
+        "prices": [{name: price[name] for name in names} for price in prices],
+        # GPUs at their rated power, in kilowatts, times the data centre's overhead
+        "energy_kwh": gpu.watts * hours * overhead / 1000,
+    }
 
 
 def price_of(own: float | None, gpu: Gpu | None) -> wall_time.Price | None:
@@ -356,7 +289,7 @@ class CostVerb:
         # a recipe has its own budget; --parameters has none
         if not setup.tokens:
             raise UserError("--tokens D is missing: how many tokens is it to train on?")
-        return forecast(setup, gpu, options.mfu, options.precision, options.price).to_dict()
+        return forecast(setup, gpu, options.mfu, options.precision, options.price)
 
     def as_text(self, answer: dict) -> str:
         cost, step = answer["cost"], answer["step"]

@@ -7,9 +7,11 @@ own, so that the curve is another one.
 """
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import product
+from operator import itemgetter
 
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
@@ -67,40 +69,6 @@ class Division:
 
 
 @dataclass(frozen=True)
-class LayoutMemory:
-    """Bytes on the fullest GPU of a layout."""
-
-    weights_and_gradients: float
-    optimizer: float
-    activations: float
-    logits: float
-    total: float
-    """All of them, with the allocator's and the framework's reserve."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelLayout(Division):
-    """One way to split a model over data x tensor x pipeline x context GPUs."""
-
-    microbatches: int
-    """Per pipeline and optimizer step."""
-    recompute: bool
-    """Activation checkpointing of every layer."""
-    layers_per_stage: int
-    bubble: float
-    """The pipeline's idle time over its ideal time."""
-    memory: LayoutMemory
-    compute_seconds: float
-    """Seconds of one step, bubble included."""
-    tensor_seconds: float
-    context_seconds: float
-    pipeline_seconds: float
-    data_seconds: float
-    step_seconds: float
-    """Of an optimizer step, nothing overlapped."""
-
-
-@dataclass(frozen=True)
 class Cluster:
     """The model, the step and the GPUs that all layouts of one question share."""
 
@@ -117,7 +85,7 @@ class Cluster:
     """Bytes of master weights and optimizer states per parameter."""
 
 
-def layouts(cluster: Cluster) -> list[ParallelLayout]:
+def layouts(cluster: Cluster) -> list[dict]:
     """Return every layout that divides the model, the step and the GPUs, and fits their memory; fastest first.
 
     A layout recomputes only if it does not fit otherwise. `UserError` if no layout divides what is given, or none fits
@@ -127,7 +95,7 @@ def layouts(cluster: Cluster) -> list[ParallelLayout]:
     tried = []
     for division in _divisions(cluster):
         layout = layout_of(cluster, division, recompute=False)
-        if layout.memory.total > gpu.memory_bytes:
+        if layout["memory"]["total"] > gpu.memory_bytes:
             layout = layout_of(cluster, division, recompute=True)
         tried.append(layout)
     if not tried:
@@ -135,17 +103,18 @@ def layouts(cluster: Cluster) -> list[ParallelLayout]:
         what = f"{widths.layers} layers, {widths.heads} heads and {sequences:,} sequences a step"
         what += f" have no common split with them; take a number of GPUs that divides {sequences:,}"
         raise UserError(f"no layout divides {cluster.num_gpus:,} GPUs: {what}")
-    fitting = [layout for layout in tried if layout.memory.total <= gpu.memory_bytes]
+    fitting = [layout for layout in tried if layout["memory"]["total"] <= gpu.memory_bytes]
     if not fitting:
-        best = min(tried, key=lambda layout: layout.memory.total)
+        best = min(tried, key=lambda layout: layout["memory"]["total"])
+        needed = best["memory"]["total"]
+        split = ", ".join(f"{name} {best[name]}" for name in ("tensor", "pipeline", "context", "data"))
         raise UserError(
-            f"no layout fits: the smallest (tensor {best.tensor}, pipeline {best.pipeline}, context {best.context}, "
-            f"data {best.data}) needs {best.memory.total / 1e9:,.1f} GB on each {gpu.name} of "
-            f"{gpu.memory_bytes / 1e9:,.0f} GB; take about {best.memory.total / gpu.memory_bytes:.1f} times as many "
+            f"no layout fits: the smallest ({split}) needs {needed / 1e9:,.1f} GB on each {gpu.name} of "
+            f"{gpu.memory_bytes / 1e9:,.0f} GB; take about {needed / gpu.memory_bytes:.1f} times as many "
             "GPUs, or larger ones"
         )
     # of equally fast layouts, the one that splits the model least comes first
-    return sorted(fitting, key=lambda layout: (layout.step_seconds, layout.tensor, layout.pipeline))
+    return sorted(fitting, key=itemgetter("step_seconds", "tensor", "pipeline"))
 
 
 def _divisions(cluster: Cluster) -> Iterator[Division]:
@@ -170,7 +139,7 @@ def _divisions(cluster: Cluster) -> Iterator[Division]:
             yield Division(data, tensor, pipeline, context, micro_batch)
 
 
-def layout_of(cluster: Cluster, division: Division, recompute: bool) -> ParallelLayout:
+def layout_of(cluster: Cluster, division: Division, recompute: bool) -> dict:
     """Return the layout of a division that divides the model, the step and the GPUs."""
     data, tensor, pipeline, context, micro_batch = astuple(division)
     size, gpu, widths = model_size(cluster.model), cluster.gpu, widths_of(cluster.model)
@@ -197,13 +166,14 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
     # once a step: reduce-scatter of the fp32 gradients, all-gather of the bf16 weights (ZeRO, section 7); context ranks
     # hold the same weights as data ranks
     shards = data * context
-    data_bytes = memory.weights_and_gradients * (shards - 1) / shards
+    data_bytes = memory["weights_and_gradients"] * (shards - 1) / shards
 
     def link(group: int) -> float:
         inside = gpu.link_bytes_per_second
         return inside if group <= gpu.gpus_per_node else min(inside, gpu.network_bytes_per_second)
 
     seconds = {
+        # of one step
         "compute_seconds": ideal * (1 + bubble),
         # tensor ranks are neighbours inside a node (`_divisions`)
         "tensor_seconds": passes * layers * tensor_bytes / gpu.link_bytes_per_second,
@@ -212,20 +182,24 @@ def layout_of(cluster: Cluster, division: Division, recompute: bool) -> Parallel
         "pipeline_seconds": passes * pipeline_bytes / link(cluster.num_gpus),
         "data_seconds": data_bytes / link(shards * tensor),
     }
-    return ParallelLayout(
+    return {
         **asdict(division),
-        microbatches=microbatches,
-        recompute=recompute,
-        layers_per_stage=layers,
-        bubble=bubble,
-        memory=memory,
+        # per pipeline and optimizer step
+        "microbatches": microbatches,
+        # activation checkpointing of every layer
+        "recompute": recompute,
+        "layers_per_stage": layers,
+        # the pipeline's idle time over its ideal time
+        "bubble": bubble,
+        "memory": memory,
         **seconds,
-        step_seconds=sum(seconds.values()),
-    )
+        # nothing overlapped
+        "step_seconds": sum(seconds.values()),
+    }
 
 
-def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> LayoutMemory:
-    """Return memory of the fullest GPU in bytes: the model states, the activations and the logits."""
+def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> dict[str, float]:
+    """Return memory of the fullest GPU in bytes, by use; `total` has the allocator's and the framework's reserve."""
     data, tensor, pipeline, context, micro_batch = astuple(division)
     size, widths = model_size(cluster.model), widths_of(cluster.model)
     tokens = micro_batch * cluster.sequence_length / context
@@ -249,18 +223,19 @@ def layout_memory(cluster: Cluster, division: Division, recompute: bool) -> Layo
     # 2021, section 2.2); the recomputed activations exist for one layer at a time
     in_flight = min(pipeline, cluster.sequences // (data * micro_batch))
     activations = in_flight * (widths.layers / pipeline) * kept + (one_layer if recompute else 0)
-    # bf16 weights, fp32 gradients
-    weights_and_gradients = held * (BF16 + FP32)
-    # shared as by Megatron-LM's distributed optimizer (ZeRO stage 1), over context ranks too
-    optimizer = held * cluster.optimizer_width / (data * context)
-    # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
-    logits = 3 * FP32 * tokens * cluster.model["vocab_size"] / tensor
-    parts = (weights_and_gradients, optimizer, activations, logits)
+    parts = {
+        # bf16 weights, fp32 gradients
+        "weights_and_gradients": held * (BF16 + FP32),
+        # shared as by Megatron-LM's distributed optimizer (ZeRO stage 1), over context ranks too
+        "optimizer": held * cluster.optimizer_width / (data * context),
+        "activations": activations,
+        # as a plain loss in memory/activations.py: fp32 log-probabilities, their gradient, the logits' gradient
+        "logits": 3 * FP32 * tokens * cluster.model["vocab_size"] / tensor,
+    }
     # fragmentation grows with what is held; the context and NCCL take the same for every layout
     reserve = table("memory")
-    total = sum(parts) * (1 + reserve["fragmentation"]["value"])
-    total = total + reserve["cuda_context_bytes"]["value"] + reserve["nccl_bytes"]["value"]
-    return LayoutMemory(*parts, total)
+    total = sum(parts.values()) * (1 + reserve["fragmentation"]["value"])
+    return {**parts, "total": total + reserve["cuda_context_bytes"]["value"] + reserve["nccl_bytes"]["value"]}
 
 
 class ParallelismVerb:
@@ -294,19 +269,19 @@ class ParallelismVerb:
         width, length = optimizer / setup.parameters, recipe.sequence_length
         sequences = recipe.tokens_per_step // length
         fitting = layouts(Cluster(recipe.model, length, sequences, num_gpus, gpu, efficiency, width))
-        best: dict[tuple, ParallelLayout] = {}
+        best: dict[tuple, dict] = {}
         for layout in fitting:
             # the layouts are sorted: the first of each division is its fastest
-            best.setdefault((layout.tensor, layout.pipeline, layout.context), layout)
+            best.setdefault((layout["tensor"], layout["pipeline"], layout["context"]), layout)
         rows, row = list(best.values()), options.megatron
         if row and row > len(rows):
             raise UserError(f"--megatron {row}: there are {len(rows)} rows; give one of them")
         flops, peak = setup.flops.training, gpu.peak_flops(gpu.training_precision)
         shown = []
         for layout in rows[: options.top]:
-            rate = recipe.tokens_per_step / layout.step_seconds
+            rate = recipe.tokens_per_step / layout["step_seconds"]
             mfu = model_flops_utilization(rate, flops, num_gpus, peak)
-            shown.append({**asdict(layout), "mfu": mfu, "here": _way_here(layout, recipe)})
+            shown.append({**layout, "mfu": mfu, "here": _way_here(layout, recipe)})
         return {
             "name": setup.name,
             "gpu": gpu.name,
@@ -328,11 +303,11 @@ class ParallelismVerb:
         return f"{title}\n\n{write_table(COLUMNS, rows, left=0)}\n{note}"
 
 
-def _way_here(layout: ParallelLayout, recipe: Recipe) -> str | None:
+def _way_here(layout: dict, recipe: Recipe) -> str | None:
     """Return the ds_config, with its degrees, that trains such a layout here; None if none does."""
-    if layout.pipeline > 1:
+    if layout["pipeline"] > 1:
         return None
-    degrees = {"tensor": layout.tensor, "sequence": layout.context}
+    degrees = {"tensor": layout["tensor"], "sequence": layout["context"]}
     split = ",".join(f"{name}={size}" for name, size in degrees.items() if size > 1)
     # the optimizer's states are shared over the data ranks, as the table counts
     way = f"zero1:{split}" if split else "zero1"
@@ -359,7 +334,7 @@ PLACE = "DATA"
 """Folder that the data is converted to, and that the arguments name."""
 
 
-def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: int) -> list[str]:
+def megatron_arguments(recipe: Recipe, layout: dict, gpus_per_node: int) -> list[str]:
     """Return the launcher and the arguments of pretrain_gpt.py for a recipe at a layout, one of them in each entry.
 
     `UserError` if the recipe asks for what Megatron-LM has no argument for.
@@ -384,26 +359,26 @@ def megatron_arguments(recipe: Recipe, layout: ParallelLayout, gpus_per_node: in
     }
     if reason := next((name for name, is_so in reasons.items() if is_so), None):
         raise UserError(f"--megatron: {reason}: Megatron-LM has no arguments for it; leave it out")
-    num_gpus = layout.data * layout.tensor * layout.pipeline * layout.context
+    num_gpus = math.prod(layout[name] for name in ("data", "tensor", "pipeline", "context"))
     here = min(num_gpus, gpus_per_node)
     words = [
         f"torchrun --nnodes={num_gpus // here} --nproc_per_node={here} pretrain_gpt.py",
         *_shape(recipe),
-        f"--tensor-model-parallel-size {layout.tensor}",
-        f"--pipeline-model-parallel-size {layout.pipeline}",
-        f"--context-parallel-size {layout.context}",
+        f"--tensor-model-parallel-size {layout['tensor']}",
+        f"--pipeline-model-parallel-size {layout['pipeline']}",
+        f"--context-parallel-size {layout['context']}",
         "--use-distributed-optimizer",
         "--overlap-grad-reduce",
         "--overlap-param-gather",
     ]
     # the plan counts the residual stream as split over the tensor ranks
-    words += ["--sequence-parallel"] if layout.tensor > 1 else []
-    if layout.recompute:
+    words += ["--sequence-parallel"] if layout["tensor"] > 1 else []
+    if layout["recompute"]:
         words += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     words += [
         f"--seq-length {length}",
         f"--max-position-embeddings {max(length, value_of(recipe.model, 'max_position_embeddings'))}",
-        f"--micro-batch-size {layout.micro_batch}",
+        f"--micro-batch-size {layout['micro_batch']}",
         f"--global-batch-size {recipe.samples_per_step}",
         f"--train-samples {recipe.num_samples}",
         f"--seed {training.seed}",

@@ -78,8 +78,6 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
         gpu = gpu and replace(gpu, gpus_per_node=at_node)
     plan, there = build_run_plan(setup), gpu.memory_bytes if gpu else None
     need = memory_need(setup, there)
-    # time and cost need the rates of a known GPU
-    speed = costs.forecast(setup, gpu) if gpu else None
     # on paper: host memory, disk and data are not known
     machine = Machine(there, gpu, "bf16" in gpu.dense_peak_flops) if gpu else Machine()
     verdict = check_plan(setup, machine)
@@ -126,7 +124,8 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
             "snapshot_bytes": need.snapshot,
             "shrink": shrink(need, setup),
         },
-        "forecast": speed.to_dict() if speed else None,
+        # time and cost need the rates of a known GPU
+        "forecast": costs.forecast(setup, gpu) if gpu else None,
         "refusals": [asdict(each) for each in verdict.refusals],
         "warnings": [asdict(each) for each in verdict.warnings],
     }
@@ -199,7 +198,7 @@ def plan_line(plan: RunPlan, left: float = 1.0) -> str:
     if foreseen["training_seconds"] is None:
         parts.append("no time (this device is not in the table of GPUs)")
     else:
-        speed = costs.forecast(plan.setup, machine.gpu).to_dict()
+        speed = costs.forecast(plan.setup, machine.gpu)
         rest = "" if left == 1 else " for what is left"
         rate = f"{foreseen['tokens_per_second']:,.0f} tokens/s, MFU {foreseen['mfu']:.0%}"
         cost, lasts = costs.least_dollars(speed["cost"]), duration(left * speed["expected_seconds"])
@@ -388,7 +387,7 @@ def world_sizes(setup: Setup, gpu: Gpu | None) -> str:
         rows.append({"GPUs": size, "accumulation": case.accumulation, "memory": need})
         if gpu:
             speed = costs.forecast(case, gpu)
-            rows[-1] |= {"seconds": speed.expected_seconds, "GPU-hours": speed.cost.gpu_hours}
+            rows[-1] |= {"seconds": speed["expected_seconds"], "GPU-hours": speed["cost"]["gpu_hours"]}
             rows[-1]["fits"] = "yes" if need <= gpu.memory_bytes else "no"
     text = write_table(columns, rows, left=0)
     # the note concerns rows with more than one node only

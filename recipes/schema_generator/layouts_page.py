@@ -217,9 +217,9 @@ def _planned(case: Case, layout: str) -> tuple[str, ...]:
     loaded = load_recipe_and_ds_config(case.recipe, case.settings, layout, case.ranks)
     setup, gpu = Setup(*loaded, case.ranks), find_gpu(GPU)
     total, reached = memory_need(setup, gpu.memory_bytes).total, forecast(setup, gpu)
-    messages = reached.step.time.messages
-    sums = sum(each.inside_bytes for each in messages), sum(each.across_bytes for each in messages)
+    messages = reached["step"]["messages"]
+    sums = sum(each["inside_bytes"] for each in messages), sum(each["across_bytes"] for each in messages)
     sent = tuple(num_bytes(each) if each else "-" for each in sums)
     if total > gpu.memory_bytes:
         return f"{num_bytes(total)}: does not fit", *sent, "-", "-"
-    return num_bytes(total), *sent, duration(reached.step.seconds), f"{reached.mfu:.0%}"
+    return num_bytes(total), *sent, duration(reached["step"]["seconds"]), f"{reached['mfu']:.0%}"

@@ -244,17 +244,18 @@ def test_a_plan_uses_the_measured_disk_of_its_own_machine_only(tmp_path, monkeyp
     nothing was kept."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     setup, gpu = Setup(*load_recipe_and_ds_config("30b"), 8), find_gpu("H200")
-    assumed = forecast(setup, gpu).step.checkpoints
+    assumed = forecast(setup, gpu)["step"]["checkpoints"]
     keep_rates({"disk_bytes_per_second": 1e9}, "/fast", "H200", 8)
     keep_rates({"product_flops": 5e14}, "/fast", "H200", 8)
     assert kept_rates("H200", 8).keys() == {"disk_bytes_per_second", "product_flops"}
-    measured = forecast(setup, gpu).step.checkpoints
-    assert measured.write_seconds == measured.bytes / 1e9 != assumed.write_seconds
-    words = write_words(measured.to_dict())
+    measured = forecast(setup, gpu)["step"]["checkpoints"]
+    assert measured["write_seconds"] == measured["bytes"] / 1e9 != assumed["write_seconds"]
+    words = write_words(measured)
     assert "5.17 minutes to write (1.00 GB/s to /fast, measured here on " in words
-    assert write_words(assumed.to_dict()) == ""
+    assert write_words(assumed) == ""
     for other, number in (("H100-SXM", 8), ("H200", 16)):
-        assert forecast(replace(setup, world_size=number), find_gpu(other)).step.checkpoints.disk is None
+        elsewhere = forecast(replace(setup, world_size=number), find_gpu(other))
+        assert elsewhere["step"]["checkpoints"]["disk"] is None
 
     path = keep_rates({"disk_bytes_per_second": 1e9}, "/fast", "H200", 8)
     for content in ("{", "[]", '{"8 x H200": 3}', '{"8 x H200": {"disk_bytes_per_second": {"value": "1"}}}'):

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,11 +11,13 @@ from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.__main__ import main
 from pretraining.planning.constants import table
-from pretraining.planning.costs import energy_words, forecast
+from pretraining.planning.costs import CheckpointCost, cost_of_checkpoints, energy_words, forecast
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import GRADIENTS, WEIGHTS, step_messages, zero_bytes
 from pretraining.planning.parallelism import Cluster, Division, layout_memory, layouts
+from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.search import fitting
+from pretraining.planning.setup import Setup
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.throughput import expected_utilization, step_time
 from pretraining.recipe import load_recipe
@@ -157,10 +160,10 @@ def test_zero_1_is_planned_no_slower_than_zero_2(name, ranks):
 
 def test_energy_names_its_overhead():
     """Rated power times hours is not what a plan gives: the data centre's overhead is in it, and said."""
-    found = forecast(setup("124m", way="zero1"), H100)
+    cost = forecast(setup("124m", way="zero1"), H100)["cost"]
     overhead = table("rates")["power_usage_effectiveness"]["value"]
-    assert found.cost.energy_kwh == pytest.approx(overhead * H100.watts * found.cost.gpu_hours / 1000)
-    assert f"{overhead:g} x the GPUs' rated power" in energy_words(found.to_dict()["cost"])
+    assert cost["energy_kwh"] == pytest.approx(overhead * H100.watts * cost["gpu_hours"] / 1000)
+    assert f"{overhead:g} x the GPUs' rated power" in energy_words(cost)
 
 
 def test_a_measured_utilization_takes_precedence(tmp_path):
@@ -183,22 +186,28 @@ def test_a_small_model_s_gpu_waits_for_its_kernels():
 
     def found(way: str, micro_batch: int, compiled: str):
         settings = f"training.per_device_train_batch_size={micro_batch}", f"speed.compile={compiled}"
-        return forecast(setup("features/gpt2", 1, *settings, way=way), H100)
+        return forecast(setup("features/gpt2", 1, *settings, way=way), H100)["step"]
 
     for way, stage in (("null", "0"), ("zero1", "1"), ("zero3", "3")):
         for compiled, mode in (("none", "eager"), ("auto", "compiled")):
             launch = table("rates")["launch_seconds"]["value"][stage][mode]
             a_pass = launch["micro-batch"] + 4 * launch["layer"]
             for micro_batch in (8, 16):
-                step = found(way, micro_batch, compiled).step
-                assert step.time.bound_by == "kernel launches"
-                assert step.seconds == pytest.approx(launch["step"] + 16 / micro_batch * a_pass)
-    assert found("zero3", 8, "auto").step.seconds > 2 * found("zero1", 8, "auto").step.seconds
+                step = found(way, micro_batch, compiled)
+                assert step["time"]["bound_by"] == "kernel launches"
+                assert step["seconds"] == pytest.approx(launch["step"] + 16 / micro_batch * a_pass)
+    assert found("zero3", 8, "auto")["seconds"] > 2 * found("zero1", 8, "auto")["seconds"]
     # so the stage with the fewest of them is proposed, not the one whose optimizer moves the fewest bytes
     ways = fitting(setup("features/gpt2", 8), H100)
     assert ways[0].deepspeed == "zero0" and ways[0].step_seconds > 0.002
     large = forecast(setup("7b", 8, way="zero3"), H100)
-    assert large.step.time.bound_by == "compute"
+    assert large["step"]["time"]["bound_by"] == "compute"
+
+
+def saves_of(case: Setup) -> CheckpointCost:
+    saved = cost_of_checkpoints(build_run_plan(case), forecast(case, H100)["step"]["seconds"], H100)
+    assert saved.to_dict() == forecast(case, H100)["step"]["checkpoints"]
+    return saved
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -209,7 +218,7 @@ def test_the_best_checkpoint_interval_loses_least(background, hours):
         f"checkpoints.background={str(background).lower()}",
         f"checkpoints.hours_between_failures={hours}",
     ]
-    saved = forecast(setup("30b", 256, *settings), H100).step.checkpoints
+    saved = saves_of(setup("30b", 256, *settings))
     best = saved.best_every_seconds
     assert saved.failure_seconds == hours * 3600 and best >= saved.write_seconds
     # a save behind training holds it up for a copy to the host alone, so that it may come more often
@@ -241,7 +250,7 @@ def test_no_cadence_beyond_the_end_of_a_run_is_proposed(save_steps):
     """A run of 100 steps that saves at its end can save no less often: there is nothing to change."""
     settings = ["budget.tokens=52428800", "training.warmup_steps=10", f"training.save_steps={save_steps}"]
     settings.append("checkpoints.hours_between_failures=1000")
-    saved = forecast(setup("124m", 1, *settings, way="zero1"), H100).step.checkpoints
+    saved = saves_of(setup("124m", 1, *settings, way="zero1"))
     assert saved.best_every_steps == saved.steps == 100 and not saved.is_worth_changing
     assert saved.every_seconds == pytest.approx(100 * saved.step_seconds)
 
@@ -285,20 +294,20 @@ def test_layouts_divide_everything_and_fit():
     assert len(found) > 20
     sequences = recipe.tokens_per_step // 2048
     for layout in found:
-        assert layout.data * layout.tensor * layout.pipeline * layout.context == 512
-        assert layout.data * layout.micro_batch * layout.microbatches == sequences
-        assert layout.layers_per_stage * layout.pipeline == recipe.model["n_layer"]
-        assert layout.tensor <= H100.gpus_per_node
-        assert layout.memory.total <= H100.memory_bytes
-        assert layout.bubble == (layout.pipeline - 1) / layout.microbatches
-    assert [x.step_seconds for x in found] == sorted(x.step_seconds for x in found)
+        assert layout["data"] * layout["tensor"] * layout["pipeline"] * layout["context"] == 512
+        assert layout["data"] * layout["micro_batch"] * layout["microbatches"] == sequences
+        assert layout["layers_per_stage"] * layout["pipeline"] == recipe.model["n_layer"]
+        assert layout["tensor"] <= H100.gpus_per_node
+        assert layout["memory"]["total"] <= H100.memory_bytes
+        assert layout["bubble"] == (layout["pipeline"] - 1) / layout["microbatches"]
+    assert [x["step_seconds"] for x in found] == sorted(x["step_seconds"] for x in found)
 
 
 def test_long_sequences_get_context_parallelism():
     recipe = load_recipe("7b", ["model.max_position_embeddings=131072"])
     found = layouts(Cluster(recipe.model, 131072, 32, 64, H100, 0.6))
-    assert max(layout.context for layout in found) >= 8
-    assert {layout.context for layout in layouts(Cluster(LLAMA, 4096, 1024, 64, H100, 0.6))} == {1}
+    assert max(layout["context"] for layout in found) >= 8
+    assert {layout["context"] for layout in layouts(Cluster(LLAMA, 4096, 1024, 64, H100, 0.6))} == {1}
 
 
 def test_memory_of_a_layout_by_component():
@@ -310,7 +319,7 @@ def test_memory_of_a_layout_by_component():
 
     def held(*division: int, model: dict = LLAMA, recompute: bool = False):
         cluster = Cluster(model, tokens, 8, 8, H100, 1.0)
-        return layout_memory(cluster, Division(*division), recompute)
+        return SimpleNamespace(**layout_memory(cluster, Division(*division), recompute))
 
     assert held(model=gpt).activations == gpt["n_layer"] * tokens * 32 * gpt["n_embd"]
     alone, shared = held(), held(8)
@@ -331,8 +340,10 @@ def test_memory_of_a_layout_by_component():
 def test_messages_of_a_layout():
     """Four all-reduces a layer, tensor ranks apart 2 (t - 1) / t; gradients and weights once a step."""
     found = layouts(Cluster(LLAMA, 4096, 1024, 64, H100, 0.6))
-    by_size = {(x.tensor, x.pipeline, x.micro_batch, x.recompute): x for x in found}
-    plain, halves = by_size[1, 1, 1, False], by_size[2, 1, 1, False]
+    by_size = {
+        tuple(x[name] for name in ("tensor", "pipeline", "micro_batch", "recompute")): x for x in found
+    }
+    plain, halves = (SimpleNamespace(**by_size[tensor, 1, 1, False]) for tensor in (1, 2))
     assert plain.tensor_seconds == plain.pipeline_seconds == plain.context_seconds == 0
     message = 2 * 4096 * 4096
     assert halves.tensor_seconds == pytest.approx(32 * 32 * 4 * message / 450e9)

@@ -92,7 +92,7 @@ def test_llamas_energy(name):
     """Table 15 (page 11): 400 W times a PUE of 1.1."""
     hours, megawatt_hours = LLAMA_HOURS[name]
     cost = run_cost(find_gpu("A100-80GB"), hours)
-    assert cost.energy_kwh / 1000 == pytest.approx(megawatt_hours, rel=0.01)
+    assert cost["energy_kwh"] / 1000 == pytest.approx(megawatt_hours, rel=0.01)
 
 
 MEGATRON_DAYS = {  # Narayanan et al. 2021: parameters, tokens, GPUs, TFLOP/s a GPU, days
@@ -148,8 +148,8 @@ def test_megatrons_layout_for_a_trillion_parameters():
     efficiency = table("rates")["kernel_efficiency"]["value"]
     cluster = Cluster(megatron_model("1008.0"), 2048, 3072 * 2048 // 2048, 3072, find_gpu("A100"), efficiency)
     best = layouts(cluster)[0]
-    assert (best.tensor, best.pipeline, best.data, best.micro_batch) == (8, 64, 6, 1)
-    assert best.layers_per_stage == 2
+    assert [best[name] for name in ("tensor", "pipeline", "data", "micro_batch")] == [8, 64, 6, 1]
+    assert best["layers_per_stage"] == 2
 
 
 @pytest.mark.parametrize(
