@@ -74,7 +74,7 @@ def split_trace(degrees: str, every_n_layers: int) -> dict:
     """What the fullest of real ranks keeps of one micro-batch when its loss is computed, and the prediction."""
 
     from pretraining.ds_config import degrees_of
-    from pretraining.planning.memory.activations import Pass, activations
+    from pretraining.planning.memory.activations import activations
     from pretraining.planning.setup import Setup
 
     micro_batch, length = 2, SMALL["max_position_embeddings"]
@@ -86,10 +86,10 @@ def split_trace(degrees: str, every_n_layers: int) -> dict:
     ranks = on_forked_ranks(
         split.ranks_per_sample, lambda folder: {"kept": tracked(recipe, config, folder)}, degrees
     )
-    precision = Setup(recipe, config).precision
-    held = activations(Pass(SMALL, micro_batch, length, precision, every_n_layers, degrees=split))
+    case = Setup(recipe, config)
+    held = activations(case, None)
     traced, foreseen = max(rank["kept"] for rank in ranks), held.kept + held.logits / 3
-    words = {"model": "llama", "degrees": degrees, "precision": precision.name}
+    words = {"model": "llama", "degrees": degrees, "precision": case.precision.name}
     ratio = round(foreseen / traced, 4)
     return {
         **words,

@@ -22,7 +22,7 @@ from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import ROUTER, parameter_tensors
 from pretraining.planning.sizes import balance_of_experts, model_size
 from pretraining.planning.throughput import StepTime, step_time
-from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, properties_of, value_of
+from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, properties_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 
 # up to four epochs are nearly as good as new text (Muennighoff et al. 2023, section 5)
@@ -159,8 +159,7 @@ def _other_refusals(case: _Case) -> Iterator[Objection]:
                 break
         yield Objection(f"{what}, there is room for {num_bytes(room)}", remedy)
     # a gradient that GPUs may overwrite before it is reduced
-    width = value_of(case.recipe.model, "hidden_size")
-    tensor = unprotected_gradient(case.ds_config, case.setup.families, width)
+    tensor = unprotected_gradient(case.setup)
     if tensor is not None and not on_processor:
         place = "" if tensor.layer is None else f" of layer {tensor.layer}"
         what = f"the {tensor.kind}{place} has {tensor.numel:,} elements, more than reduce_bucket_size"
@@ -359,7 +358,7 @@ def _way_warnings(case: _Case) -> Iterator[Objection]:
                 yield Objection(what, f"--deepspeed {name}")
     # only messages between GPUs are slowed by latency
     if on_gpus and several_gpus and stage >= 2:
-        bucket = reduce_bucket(config, value_of(recipe.model, "hidden_size"), case.setup.held)
+        bucket = reduce_bucket(case.setup)
         ranks = {"experts": case.setup.degrees.expert}
         numels = [each.numel // ranks.get(each.part, 1) for each in parameter_tensors(recipe.model)]
         # a parameter that is larger than the bucket is a message of its own

@@ -17,7 +17,7 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, find_gpu
-from pretraining.planning.memory.states import checkpoint_bytes, optimizer_states
+from pretraining.planning.memory.states import optimizer_states
 from pretraining.planning.quantities import duration, gpu_count, num_bytes, share
 from pretraining.planning.setup import BareSize, add_setup_arguments, setup_of
 from pretraining.planning.shapes import parameter_tensors, widths_of
@@ -265,8 +265,9 @@ class ParallelismVerb:
             raise UserError(f"layouts need the model's shape: {remedy}")
         recipe, num_gpus = setup.recipe, setup.world_size
         efficiency = options.kernel_efficiency or table("rates")["kernel_efficiency"]["value"]
-        optimizer = checkpoint_bytes(parameter_tensors(recipe.model), optimizer_states(recipe))
-        width, length = optimizer / setup.parameters, recipe.sequence_length
+        states, tensors = optimizer_states(recipe), parameter_tensors(recipe.model)
+        width = sum(FP32 * each.numel + states.bytes_of(each) for each in tensors) / setup.parameters
+        length = recipe.sequence_length
         sequences = recipe.tokens_per_step // length
         fitting = layouts(Cluster(recipe.model, length, sequences, num_gpus, gpu, efficiency, width))
         best: dict[tuple, dict] = {}

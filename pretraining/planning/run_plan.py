@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.memory.states import ModelState, checkpoint_bytes, optimizer_states, state_of
+from pretraining.planning.memory.states import ModelState, checkpoint_bytes, state_of
 from pretraining.planning.setup import FP32, Setup
-from pretraining.planning.sizes import ModelSize, frozen_tensors, model_size, trained_tensors
+from pretraining.planning.sizes import ModelSize, model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import num_unique_tokens
 from pretraining.runtime.run_folder import RunFolder
@@ -192,7 +192,6 @@ def build_run_plan(setup: Setup) -> RunPlan:
         for_ever = recipe.num_steps // math.lcm(every, rule.keep_every) if rule.keep_every else 0
         # one checkpoint may be both the best and the newest: an upper bound
         kept = min(rule.keep_last + rule.keep_best + for_ever, written)
-    saved = (trained_tensors(recipe), optimizer_states(recipe), frozen_tensors(recipe), width)
     return RunPlan(
         name=recipe.name,
         deepspeed=recipe.deepspeed,
@@ -210,7 +209,7 @@ def build_run_plan(setup: Setup) -> RunPlan:
         accumulation_steps=setup.accumulation,
         training_flops=recipe.num_tokens * setup.flops.training,
         model_state=state_of(setup),
-        checkpoint_bytes=checkpoint_bytes(*saved),
+        checkpoint_bytes=checkpoint_bytes(recipe, width),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
         weights_kept=written - kept if rule.demote_to_weights else 0,

@@ -28,7 +28,6 @@ from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, set
 from pretraining.planning.shapes import widths_of
 from pretraining.planning.throughput import scaling_over_nodes, step_time
 from pretraining.recipe import Recipe, accumulation_steps
-from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import check_run
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.table import Column, write_table
@@ -255,7 +254,7 @@ def _ways(setup: Setup, gpu: Gpu | None) -> list[str | None]:
     # DeepSpeed 0.19.8 cannot sum fp16 gradients in fp32 at stage 0
     if recipe.training.fp16:
         tried.remove("zero0")
-    shipped, width = [], value_of(recipe.model, "hidden_size")
+    shipped = []
     for way in tried:
         variant = Setup(replace(recipe, deepspeed=way), _config(way), world_size)
         try:
@@ -263,7 +262,7 @@ def _ways(setup: Setup, gpu: Gpu | None) -> list[str | None]:
         except UserError:
             continue
         # a run with such a gradient is refused (gate.py), so that the search must not offer it
-        if unprotected_gradient(variant.ds_config, variant.families, width) is None:
+        if unprotected_gradient(variant) is None:
             shipped.append(way)
     return shipped if recipe.deepspeed in shipped else [recipe.deepspeed, *shipped]
 

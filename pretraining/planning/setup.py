@@ -136,6 +136,12 @@ class Setup:
         return Precision(name, weights, compute, residual=weights)
 
     @property
+    def tokens_of_pass(self) -> int:
+        """Tokens of a micro-batch that one rank reads."""
+        # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
+        return self.recipe.micro_batch * self.recipe.sequence_length // self.degrees.sequence
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of a gradient on its way: in the type that holds the weights, or in that which the ds_config names."""
         named = (self.ds_config or {}).get("communication_data_type")

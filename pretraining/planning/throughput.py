@@ -109,7 +109,7 @@ def ceiling(setup: Setup, gpu: Gpu, precision: str, rates: Rates | None = None) 
     """
     recipe, degrees, size = setup.recipe, setup.degrees, setup.size
     rates, behind = rates or sustained_rates(gpu, precision, setup.world_size), size.gradients
-    tokens = recipe.micro_batch * recipe.sequence_length // degrees.sequence
+    tokens = setup.tokens_of_pass
     # products in fp32 are slower, by so many seconds for one FLOP on each weight that a token meets
     wide, wide_seconds = size.head * setup.head_is_wide, 0.0
     wide += sum(tensor.numel for tensor in setup.wide if tensor.kind in (HIDDEN, ROUTER))

@@ -24,7 +24,6 @@ from pretraining.planning.memory.states import block_gathering, reduce_bucket
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import layer_numel, widths_of
 from pretraining.recipe import Recipe
-from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.recipe.training import PIECEWISE
 from pretraining.runtime.process_group import gather_from_ranks
@@ -185,8 +184,7 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
         config["zero_optimization"] |= block_gathering(config["zero_optimization"], layer_numel(setup.held))
     if zero_stage(ds_config) > 0 and config["zero_optimization"].get("reduce_bucket_size") != "auto":
         # DeepSpeed allocates the whole bucket in every backward pass
-        bucket = reduce_bucket(ds_config, value_of(recipe.model, "hidden_size"), setup.held)
-        config["zero_optimization"]["reduce_bucket_size"] = bucket
+        config["zero_optimization"]["reduce_bucket_size"] = reduce_bucket(setup)
     if recipe.speed.compile == "deepcompile":
         config["compile"] = {"deepcompile": True}
     if recipe.training.bf16 and zero_stage(ds_config) == 1:

@@ -1,5 +1,7 @@
 """What a model keeps in memory for its backward pass: by the plan's formulas, and by torch's own trackers."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,20 +11,45 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from pretraining.ds_config import Degrees
+from pretraining.ds_config import Degrees, load_ds_config
 from pretraining.model.attention import SDPA_CAUSAL, register_kernels, split_attention
 from pretraining.model.build import keep_products
 from pretraining.model.loss import build_loss, next_token_loss
-from pretraining.planning.memory.activations import Pass, activations
-from pretraining.planning.setup import Precision
+from pretraining.planning.memory.activations import activations
+from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import layer_numel, parameter_tensors
 from pretraining.planning.sizes import model_size
+from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Loss
 from pretraining.runtime.process_group import RankGroups
 from pretraining.upstream.saved_tensors import AsOnGpu
 
-WIDTHS = {"bf16": (2, 2, 2), "fp32": (4, 4, 4), "autocast": (4, 2, 4)}
-"""Bytes of a weight, of what the layers compute, and of a logit."""
+
+def setup_of(
+    model: dict,
+    micro_batch: int,
+    length: int,
+    precision: str = "bf16",
+    every_n_layers: int = 0,
+    loss: str = "plain",
+    keeps_products: bool = False,
+    split: str = "",
+) -> Setup:
+    """A recipe with such a micro-batch. split: what a rank has a part of, such as `tensor=2`."""
+    recipe = load_recipe("features/gpt2")
+    training = {**recipe.training, "per_device_train_batch_size": micro_batch, "bf16": precision != "fp32"}
+    training["activation_checkpointing"] = every_n_layers > 0
+    training["activation_checkpointing_kwargs"] = {"every_n_layers": every_n_layers}
+    recipe = replace(
+        recipe,
+        model=model,
+        training=training,
+        loss=Loss(kind=loss),
+        speed=replace(recipe.speed, recompute="operators" if keeps_products else "layers"),
+        data=replace(recipe.data, sequence_length=length),
+    )
+    way = f"zero1:{split}" if split else "zero1"
+    return Setup(recipe, None if precision == "autocast" else load_ds_config(way))
 
 
 def predict(
@@ -35,13 +62,12 @@ def predict(
     keeps_products: bool = False,
 ) -> dict[str, float]:
     """Bytes kept for the backward pass (a plain loss's log-probabilities included), and at the peak of both passes."""
-    bytes_of = Precision("", *WIDTHS[precision])
-    case = (model, micro_batch, length, bytes_of, every_n_layers, Loss(kind=loss))
-    held = activations(Pass(*case, keeps_products=keeps_products))
+    case = setup_of(model, micro_batch, length, precision, every_n_layers, loss, keeps_products)
+    held, width = activations(case, None), case.precision.weights
     tensors, size = parameter_tensors(model), model_size(model)
-    gradients = WIDTHS[precision][0] * size.total
+    gradients = width * size.total
     # while the first layer's backward pass runs, its own gradients and a separate table's are still to come
-    to_come = WIDTHS[precision][0] * (layer_numel(tensors) + (0 if size.tied else size.embedding))
+    to_come = width * (layer_numel(tensors) + (0 if size.tied else size.embedding))
     backward = gradients - to_come + held.per_layer + held.backward
     peak = max(held.kept + held.logits, backward, gradients)
     return {"kept": held.kept + held.logits / 3, "peak": peak} if loss == "plain" else {"peak": peak}

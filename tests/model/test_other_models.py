@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from pretraining.ds_config import Degrees, load_ds_config
+from pretraining.ds_config import load_ds_config
 from pretraining.model.counting import describe
 from pretraining.planning import shapes
-from pretraining.planning.memory.activations import Pass, activations
+from pretraining.planning.memory.activations import activations
 from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.setup import Precision, Setup
+from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
@@ -20,7 +20,7 @@ from pretraining.recipe.model import EXACT, other_model_types, own_key
 from tests.gear.finished_data import refusal
 from tests.gear.runs import LLAMA, OTHER_MODELS, completed, execute, section_of
 from tests.gear.small_models import small
-from tests.gear.tracked_memory import activation_error
+from tests.gear.tracked_memory import activation_error, setup_of
 from tests.model.conftest import forget_counts
 from tests.planning.test_planning import MODELS
 from tests.planning.test_planning_memory import TRACED
@@ -71,18 +71,18 @@ def test_activations_are_those_of_torchs_tracker(name, recomputes):
     assert activation_error(model, recomputes) == pytest.approx(0, abs=0.05)
 
 
-@pytest.mark.parametrize("degrees", [Degrees(), Degrees(tensor=2), Degrees(sequence=2)], ids=str)
+@pytest.mark.parametrize("split", ["", "tensor=2", "sequence=2"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_measured_activations_are_those_of_every_formula(name, degrees, monkeypatch):
+def test_measured_activations_are_those_of_every_formula(name, split, monkeypatch):
     """Two ways to the same bytes of a layer, kept or recomputed, whole or split, at lengths that were not measured."""
     from pretraining.planning.memory import activations as room
 
-    model, bf16 = TRACED[name], Precision("bf16", 2, 2, 2)
-    cases = [(model, 3, length, bf16, every) for length in (64, 160) for every in (0, 1, 2)]
-    formula = [room.activations(room.Pass(*case, degrees=degrees)) for case in cases]
+    ways = [(length, "bf16", every) for length in (64, 160) for every in (0, 1, 2)]
+    cases = [setup_of(TRACED[name], 3, *way, split=split) for way in ways]
+    formula = [room.activations(case, None) for case in cases]
     monkeypatch.setattr(room, "is_exact", lambda model: False)
     for case, expected in zip(cases, formula, strict=True):
-        measured = room.activations(room.Pass(*case, degrees=degrees))
+        measured = room.activations(case, None)
         for part in ("per_layer", "layers", "recomputed"):
             assert getattr(measured, part) == pytest.approx(getattr(expected, part), rel=0.005), part
 
@@ -97,10 +97,10 @@ def test_a_model_that_reads_its_tensors_is_estimated(monkeypatch):
     monkeypatch.setattr(Qwen2ForCausalLM, "forward", forward)
     facts = shapes.count_model(QWEN2)
     assert "does not run on fake tensors" in facts.estimated
-    need = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
+    need = activations(setup_of(QWEN2, 2, 64), None)
     monkeypatch.undo()
     forget_counts()
-    measured = activations(Pass(QWEN2, 2, 64, Precision("bf16", 2, 2, 2)))
+    measured = activations(setup_of(QWEN2, 2, 64), None)
     assert need.layers == pytest.approx(measured.layers, rel=0.5)
 
 

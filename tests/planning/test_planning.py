@@ -3,10 +3,11 @@
 import json
 import re
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
-from pretraining.ds_config import ds_config_names, load_ds_config
+from pretraining.ds_config import ds_config_names, load_ds_config, zero_stage
 from pretraining.planning.costs import CostVerb
 from pretraining.planning.gate import judge_plan
 from pretraining.planning.gpus import find_gpu
@@ -108,8 +109,10 @@ def test_the_table_of_recipes_is_what_their_files_say():
 
 def single(numel: int, config: dict | None, ranks: int, sixteen_bit: bool = True):
     """The states of a single matrix of so many elements."""
-    matrix = Tensor(numel, HIDDEN, 0, 100)
-    return model_state(Family((matrix,), (), numel, numel, ranks), config, sixteen_bit)
+    matrix, precision = Tensor(numel, HIDDEN, 0, 100), SimpleNamespace(weights=2 if sixteen_bit else 4)
+    case = {"recipe": load_recipe("7b"), "ds_config": config, "stage": zero_stage(config), "accumulation": 1}
+    case = SimpleNamespace(**case, precision=precision, wide_of=lambda family: ())
+    return model_state(case, Family((matrix,), (), numel, numel, ranks))
 
 
 def test_model_state_bytes_per_parameter():

@@ -6,27 +6,26 @@ from itertools import combinations
 
 import pytest
 
-from pretraining.ds_config import Degrees, load_ds_config
+from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.activations import Pass, activations
+from pretraining.planning.memory.activations import activations
 from pretraining.planning.memory.need import memory_need
 from pretraining.planning.memory.states import state_of
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, spans_nodes, step_messages
 from pretraining.planning.run_plan import Machine
 from pretraining.planning.screen import as_text, fewest_ranks, full_plan
 from pretraining.planning.search import fitting
-from pretraining.planning.setup import Precision, Setup
+from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import ranks_met
 from pretraining.planning.throughput import ceiling, step_time
 from pretraining.recipe import RECIPES, load_recipe
-from tests.gear.tracked_memory import trace
+from tests.gear.tracked_memory import setup_of, trace
 from tests.planning.test_planning import setup
 
 H100 = find_gpu("H100")
-BF16 = Precision("bf16", 2, 2, 2)
 LONG = str(RECIPES / "stages" / "7b-131k.json")
 
 
@@ -89,7 +88,7 @@ def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
     """Against torch's tracker: a rank computes as a model with a part of the heads and of the inner width."""
     part = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
     narrow = {**WIDE, **{key: WIDE[key] // degree for key in part}}
-    held = activations(Pass(WIDE, 2, 512, BF16, degrees=Degrees(tensor=degree)))
+    held = activations(setup_of(WIDE, 2, 512, split=f"tensor={degree}"), None)
     traced = trace(narrow, 2, 512, "bf16", 0)
     assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
 
@@ -98,7 +97,7 @@ def test_activations_of_split_layers_are_those_of_a_narrower_model(degree):
 @pytest.mark.parametrize("every_n_layers", [0, 1])
 def test_activations_of_split_sequences_are_those_that_a_rank_keeps(degree, every_n_layers):
     """Against torch's tracker over the attention that exchanges."""
-    held = activations(Pass(WIDE, 2, 512, BF16, every_n_layers, degrees=Degrees(sequence=degree)))
+    held = activations(setup_of(WIDE, 2, 512, "bf16", every_n_layers, split=f"sequence={degree}"), None)
     traced = trace(WIDE, 2, 512, "bf16", every_n_layers, sequence=degree)
     assert held.kept + held.logits / 3 == pytest.approx(traced["kept"], rel=0.02)
 
@@ -108,14 +107,14 @@ def test_activations_of_split_sequences(degree):
     """A part of every sequence, and the result of attention once more, as tokens of all heads."""
     model = load_recipe("7b").model
     whole, part = (
-        activations(Pass(model, 1, length, BF16, degrees=Degrees(sequence=split)))
-        for length, split in ((4096 // degree, 1), (4096, degree))
+        activations(setup_of(model, 1, length, split=split), None)
+        for length, split in ((4096 // degree, ""), (4096, f"sequence={degree}"))
     )
     exchanged = 2 * 4096 * 4096 // degree * model["num_hidden_layers"]
     assert part.layers == whole.layers + exchanged
     # eight key-value heads are copied for sixteen ranks
-    copied = activations(Pass(model, 1, 4096, BF16, degrees=Degrees(sequence=16)))
-    assert copied.per_layer > activations(Pass(model, 1, 256, BF16)).per_layer
+    copied = activations(setup_of(model, 1, 4096, split="sequence=16"), None)
+    assert copied.per_layer > activations(setup_of(model, 1, 256), None).per_layer
 
 
 def test_the_peak_of_recomputed_layers_is_at_the_last_one():
@@ -123,7 +122,7 @@ def test_the_peak_of_recomputed_layers_is_at_the_last_one():
     model = {"model_type": "llama", "vocab_size": 128, "hidden_size": 256, "intermediate_size": 704}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
     model |= {"max_position_embeddings": 1024, "attn_implementation": "sdpa"}
-    traced, held = trace(model, 4, 1024, "bf16", 1), activations(Pass(model, 4, 1024, BF16, 1))
+    traced, held = trace(model, 4, 1024, "bf16", 1), activations(setup_of(model, 4, 1024, "bf16", 1), None)
     assert held.recomputes_last
     assert held.at_last_layer == pytest.approx(traced["peak"], rel=0.06)
 

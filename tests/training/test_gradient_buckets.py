@@ -123,9 +123,11 @@ def test_what_deepspeed_frees_too_early_is_what_the_plan_says():
     """DeepSpeed's own backward pass on three ranks, as on GPUs: a gradient that no stream was told of is freed."""
     ranks = on_ranks(RANKS, freed_by_all)
     tensors = 2 * (Tensor(NUMEL, EMBEDDING, None, 20),)
-    of_rank = [Family(tensors, (), 2 * NUMEL, 2 * NUMEL, RANKS)]
+    held = {"families": [Family(tensors, (), 2 * NUMEL, 2 * NUMEL, RANKS)], "held": tensors}
+    held |= {"stage": 2, "recipe": load_recipe("124m")}
     for name, settings in WAYS.items():
-        said = unprotected_gradient({"zero_optimization": stage_2(settings)}, of_rank, 10)
+        case = SimpleNamespace(**held, ds_config={"zero_optimization": stage_2(settings)})
+        said = unprotected_gradient(case)
         assert any(rank[name] for rank in ranks) == (said is not None), name
     assert any(rank["larger than the bucket"] for rank in ranks)
 
@@ -227,7 +229,7 @@ def test_the_plan_counts_sums_in_fp32():
         assert sent[1] == {name: size * (2 if name == GRADIENTS else 1) for name, size in sent[0].items()}
         if stage != "zero1":
             largest = max(tensor.numel for tensor in plain.held)
-            numel = max(reduce_bucket(plain.ds_config, 4096, plain.held), largest)
+            numel = max(reduce_bucket(plain), largest)
             assert buffers(wide).buckets - buffers(plain).buckets == 4 * numel
 
 

@@ -4,16 +4,16 @@ They are counted tensor by tensor from transformers 5.24 (modeling_gpt2.py, mode
 CUDA kernels save them. benchmarks/memory.py compares the counts with torch's memory tracker.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.planning import shapes
-from pretraining.planning.setup import FP32, SIXTEEN_BIT, Precision
+from pretraining.planning.setup import FP32, SIXTEEN_BIT, Precision, Setup
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import model_with_defaults
-from pretraining.recipe.model import is_exact, value_of
+from pretraining.recipe.model import Model, is_exact
 from pretraining.recipe.sections import Loss
 
 # `gelu_new` is written in Python, so four tensors stay: x, 0.5 x, tanh(...) and 1 + tanh(...)
@@ -23,7 +23,6 @@ INDEX = 8
 """Bytes of an int64."""
 TOKEN_INPUT_BYTES = 24
 """Bytes of a token's id, label and position, int64 each."""
-PLAIN = Loss(kind="plain")
 ON_PROCESSOR = 256 * 2**20
 """Bytes of one chunk if a processor trains."""
 ON_GPU = 2**30
@@ -63,101 +62,59 @@ class Activations:
         return self.layers + self.outside
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A forward and backward pass of one micro-batch on one rank."""
+def activations(setup: Setup, gpu_memory: float | None) -> Activations:
+    """Return activations of one micro-batch on one rank.
 
-    model: dict
-    """The recipe's section."""
-    micro_batch: int
-    sequence_length: int
-    precision: Precision
-    every_n_layers: int = 0
-    """One layer in so many is recomputed, and only its input is kept; 0: none is."""
-    loss: Loss = PLAIN
-    gpu_memory: float | None = None
-    """Bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known."""
-    keeps_products: bool = False
-    """Whether what a recomputed layer's products and attention gave stays too (`speed.recompute` operators)."""
-    degrees: Degrees = NOT_SPLIT
-    """Over how many ranks layers and sequences are split."""
-    wide_head: bool = False
-    """Whether the head multiplies in fp32 (`model.keep_in_fp32`)."""
-    wide_layer: int = 0
-    """Inputs and outputs of modules in fp32 for a token, in the layer that has most: they keep these in fp32 too."""
-
-    @property
-    def tokens(self) -> int:
-        # each rank has a part of every sequence; inside attention, all tokens of a part of the heads, which is as much
-        return self.micro_batch * self.sequence_length // self.degrees.sequence
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether attention keeps the probabilities of every pair."""
-        return self.model.get("attn_implementation") == "eager"
-
-    def recomputed(self, num_layers: int) -> list[bool]:
-        """Return of each layer whether it is recomputed: of every n the first."""
-        return [self.every_n_layers > 0 and index % self.every_n_layers == 0 for index in range(num_layers)]
-
-    def loss_peak(self, width: int) -> float:
-        """Return the bytes of the loss at its peak. width: of the head's input."""
-        read, precision, vocab_size = 0, self.precision, self.model["vocab_size"]
-        # a plain loss gathers them
-        logits = vocab_size if self.loss.kind == "plain" else shapes.rows_of_rank(vocab_size, self.degrees)
-        if self.wide_head:
-            precision = replace(precision, weights=FP32, compute=FP32)
-            # its input in fp32
-            read = FP32 * self.tokens * width
-        return read + loss_bytes(self.tokens, logits, width, precision, self.loss, self.gpu_memory)
-
-
-def activations(given: Pass) -> Activations:
-    """Return activations of one micro-batch on one rank."""
-    precision, degrees, tokens = given.precision, given.degrees, given.tokens
-    if not is_exact(given.model):
-        passing = _of_counted(given)
+    gpu_memory: bytes of the GPU, which decide the loss's chunks; None: a processor trains, or it is not known.
+    """
+    recipe, model, precision, degrees = setup.recipe, setup.recipe.model, setup.precision, setup.degrees
+    tokens, of_loss = setup.tokens_of_pass, _loss_peak(setup, gpu_memory)
+    if not is_exact(model):
+        passing = _of_counted(setup)
         # made of whole logits, such as capped ones; under a head in fp32 no 16-bit copy of its weights
-        capped = 0.0 if given.loss.kind == "fused" else passing.logits
-        if given.wide_head and precision.is_autocast:
-            capped -= SIXTEEN_BIT * model_size(given.model).head / degrees.tensor
-        of_loss = given.loss_peak(value_of(given.model, "hidden_size"))
+        capped = 0.0 if recipe.resolved_loss.kind == "fused" else passing.logits
+        if setup.head_is_wide and precision.is_autocast:
+            capped -= SIXTEEN_BIT * model_size(model).head / degrees.tensor
         return replace(passing, outside=passing.outside + capped, logits=of_loss)
-    shape, widths = model_with_defaults(given.model), shapes.widths_of_rank(given.model, degrees)
+    shape, widths, every = model_with_defaults(model), setup.widths, recipe.training.recomputed_one_in
+    # inputs and outputs of modules in fp32, in the layer that has most: they keep these in fp32 too
+    wide: Counter = Counter()
+    for tensor in (each for each in setup.wide if each.layer is not None):
+        wide[tensor.layer] += tensor.factors
     # each dropout on the residual stream keeps a mask of one byte an element
     dropouts = 2 if shape.get("resid_pdrop") else 0
-    attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden + FP32 * given.wide_layer
-    attends += _attention(given, shape, widths)
-    by_layer = [attends + _feed_forward(given, shape, widths, index) for index in range(widths.layers)]
+    attends = 2 * _norm(shape, widths.hidden, precision) + dropouts * widths.hidden
+    attends += FP32 * max(wide.values(), default=0) + _attention(setup, shape)
+    by_layer = [attends + _feed_forward(setup, shape, index) for index in range(widths.layers)]
     # the input of a layer, on the residual stream
     largest, boundary = max(by_layer), precision.residual * widths.hidden
     # tables that say where rows are (`Copies` of model/parallel.py): source and place of each row sent and of each
     # choice, and where those of a token and of a received row begin
     met = shapes.ranks_met(widths.experts, widths.chosen_experts, degrees.expert)
     tables = INDEX * (3 * met + 2 * widths.chosen_experts + 1) if degrees.expert > 1 else 0
-    again = given.recomputed(widths.layers)
+    again = _recomputed(setup, widths.layers)
     products = read_anyway = 0.0
-    if given.keeps_products:
+    if recipe.speed.recompute == "operators":
         # of a recomputed dense layer: results of products and attention, and of these the ones that its backward pass
         # reads anyway: no backward pass reads the two products that are added to the residual stream
         halves, width = 1 if shape["model_type"] == "gpt2" else 2, precision.compute
         read_anyway = width * (widths.queries + 2 * widths.keys + halves * widths.inner)
         # eager attention multiplies in batches, which are computed again
-        read_anyway += 0.0 if given.is_eager else width * widths.queries + FP32 * widths.heads
+        read_anyway += 0.0 if _is_eager(model) else width * widths.queries + FP32 * widths.heads
         products = read_anyway + 2 * width * widths.hidden
     kept = sum(boundary + products if redo else size for redo, size in zip(again, by_layer, strict=True))
     kept += widths.layers * tables
     outside = _norm(shape, widths.hidden, precision) + precision.compute * widths.hidden + TOKEN_INPUT_BYTES
-    if given.every_n_layers and given.is_eager:
+    if every and _is_eager(model):
         # the mask is an argument of every recomputed layer
-        outside += precision.weights * given.sequence_length
+        outside += precision.weights * recipe.sequence_length
     copies = 0
     if precision.is_autocast:
         # autocast's 16-bit copies of the matrices do not grow with the tokens; a recomputed layer frees its own after
         # its forward pass, the head's stays
-        size = model_size(given.model)
-        copies = 0 if given.wide_head else size.head / degrees.tensor
-        if not given.every_n_layers:
+        size = model_size(model)
+        copies = 0 if setup.head_is_wide else size.head / degrees.tensor
+        if not every:
             copies += (size.parts["attention"] + size.parts["mlp"]) / degrees.tensor
             copies += size.parts["experts"] / degrees.expert + size.parts["router"]
         copies *= SIXTEEN_BIT
@@ -166,18 +123,42 @@ def activations(given: Pass) -> Activations:
     if degrees.expert > 1:
         # those of the experts, and of their inputs
         inner = precision.compute * widths.chosen_experts * (widths.hidden + 2 * widths.expert_inner)
-    if given.is_eager:
+    if _is_eager(model):
         # the gradients of all pairs may be wider
-        inner = max(inner, 2 * FP32 * widths.heads * given.sequence_length)
+        inner = max(inner, 2 * FP32 * widths.heads * recipe.sequence_length)
     return Activations(
         per_layer=tokens * largest,
         layers=tokens * kept,
-        recomputed=tokens * (largest - boundary - read_anyway) if given.every_n_layers else 0.0,
+        recomputed=tokens * (largest - boundary - read_anyway) if every else 0.0,
         outside=tokens * outside + copies,
-        logits=given.loss_peak(widths.hidden),
+        logits=of_loss,
         backward=tokens * (inner + boundary),
         recomputes_last=again[-1],
     )
+
+
+def _is_eager(model: Model) -> bool:
+    """Return whether attention keeps the probabilities of every pair."""
+    return model.get("attn_implementation") == "eager"
+
+
+def _recomputed(setup: Setup, num_layers: int) -> list[bool]:
+    """Return of each layer whether it is recomputed: of every n the first."""
+    every = setup.recipe.training.recomputed_one_in
+    return [every > 0 and index % every == 0 for index in range(num_layers)]
+
+
+def _loss_peak(setup: Setup, gpu_memory: float | None) -> float:
+    """Return the bytes of the loss at its peak."""
+    recipe, tokens, precision, read = setup.recipe, setup.tokens_of_pass, setup.precision, 0
+    vocab_size, width, loss = recipe.model.vocab_size, recipe.model.hidden_size, recipe.resolved_loss
+    # a plain loss gathers the logits
+    logits = vocab_size if loss.kind == "plain" else shapes.rows_of_rank(vocab_size, setup.degrees)
+    if setup.head_is_wide:
+        precision = replace(precision, weights=FP32, compute=FP32)
+        # the head's input in fp32
+        read = FP32 * tokens * width
+    return read + loss_bytes(tokens, logits, width, precision, loss, gpu_memory)
 
 
 class _Layer(NamedTuple):
@@ -191,17 +172,17 @@ class _Layer(NamedTuple):
     """Made of its weights, however many tokens there are."""
 
 
-def _of_counted(given: Pass) -> Activations:
+def _of_counted(setup: Setup) -> Activations:
     """Return what a model of any type keeps, as its forward pass was measured; of the loss, what comes before it."""
-    facts, precision, degrees = shapes.count_model(given.model), given.precision, given.degrees
-    rows, length = given.micro_batch, given.sequence_length
+    model, precision, degrees = setup.recipe.model, setup.precision, setup.degrees
+    facts, rows, length = shapes.count_model(model), setup.recipe.micro_batch, setup.recipe.sequence_length
     tokens, found, layers = rows * length / degrees.sequence, {}, []
     if "bytes" in facts.kept:
         name = "fp32" if precision.compute == FP32 else "autocast" if precision.is_autocast else "16 bit"
         found = facts.kept["bytes"][name]
     else:
         # estimated by what goes into a layer's matrices and comes out; why: `kept_or_why_not` in model/counting.py
-        width, of_number = value_of(given.model, "hidden_size"), tokens * precision.compute
+        width, of_number = model.hidden_size, tokens * precision.compute
         share = facts.chosen_experts / facts.experts if facts.experts else 1
         numbers: dict[int, float] = {}
         for tensor in facts.tensors:
@@ -225,11 +206,10 @@ def _of_counted(given: Pass) -> Activations:
         layers.append(_Layer(kept, measured(f"{kind} input")[1], measured(f"{kind} largest")[1], copies))
     if degrees.sequence > 1:
         # after the exchange back, the result is another tensor than the kernel's; keys and values may be copied
-        widths = shapes.widths_of_rank(given.model, degrees)
-        keys = 2 * widths.keys * (shapes.key_value_copies(widths, degrees) - 1)
-        exchanged = tokens * precision.compute * (widths.queries + keys)
+        keys = 2 * setup.widths.keys * (shapes.key_value_copies(setup.widths, degrees) - 1)
+        exchanged = tokens * precision.compute * (setup.widths.queries + keys)
         layers = [layer._replace(kept=layer.kept + exchanged) for layer in layers]
-    again = given.recomputed(len(layers))
+    again = _recomputed(setup, len(layers))
     pairs = zip(again, layers, strict=True)
     held = sum(layer.input if redo else layer.kept + layer.copies for redo, layer in pairs)
     # what is an argument of every recomputed layer stays with it
@@ -274,9 +254,9 @@ def _norm(shape: dict, width: int, precision: Precision, groups: int = 1) -> flo
     return FP32 * width + FP32 * groups + precision.residual * width
 
 
-def _attention(given: Pass, shape: dict, widths: shapes.Widths) -> float:
+def _attention(setup: Setup, shape: dict) -> float:
     """Return the bytes that attention keeps for a token: inputs, queries, keys, values, result, the kernel's own."""
-    precision, degrees = given.precision, given.degrees
+    precision, degrees, widths = setup.precision, setup.degrees, setup.widths
     width, gpt2 = precision.compute, shape["model_type"] == "gpt2"
     # autocast casts the input once for each projection; GPT-2 has one matrix for all three
     casts = 1 if gpt2 or not precision.is_autocast else 3
@@ -286,14 +266,14 @@ def _attention(given: Pass, shape: dict, widths: shapes.Widths) -> float:
         narrow = replace(precision, residual=width)
         inputs += _norm(shape, widths.queries, narrow, widths.heads)
         inputs += _norm(shape, widths.keys, narrow, widths.key_value_heads)
-    if not given.is_eager:
+    if not _is_eager(setup.recipe.model):
         # flash and memory-efficient kernels keep one fp32 number per head and token (Dao et al. 2022, section 3)
         keys = widths.keys * shapes.key_value_copies(widths, degrees)
         # after the exchange back, the result of split sequences is another tensor than the kernel's
         queries = (3 if degrees.sequence > 1 else 2) * widths.queries
         return inputs + width * (queries + 2 * keys) + FP32 * widths.heads
     # eager attention keeps the probabilities of every pair
-    pairs = widths.heads * given.sequence_length
+    pairs = widths.heads * setup.recipe.sequence_length
     # llama and similar types, and GPT-2 under autocast, compute them in fp32 and keep them in both precisions
     fp32_first = precision.compute < FP32 and (not gpt2 or precision.is_autocast)
     probabilities = pairs * (width + (FP32 if fp32_first else 0))
@@ -304,14 +284,14 @@ def _attention(given: Pass, shape: dict, widths: shapes.Widths) -> float:
     return inputs + 4 * width * widths.queries + probabilities
 
 
-def _feed_forward(given: Pass, shape: dict, widths: shapes.Widths, index: int) -> float:
+def _feed_forward(setup: Setup, shape: dict, index: int) -> float:
     """Return the bytes that a layer's feed-forward part keeps for a token."""
-    precision, gpt2 = given.precision, shape["model_type"] == "gpt2"
+    precision, widths, gpt2 = setup.precision, setup.widths, shape["model_type"] == "gpt2"
     width = precision.compute
     if shapes.is_mixture(shape, index):
         # once for each chosen expert, and the router's in fp32
         of_expert = 2 * widths.hidden + 4 * widths.expert_inner
-        if given.degrees.expert > 1:
+        if setup.degrees.expert > 1:
             # nothing behind the last product, but the product with the weight before it (model/parallel.py)
             of_expert = widths.hidden + 5 * widths.expert_inner
         router = 2 * FP32 * widths.experts
@@ -326,9 +306,11 @@ def _feed_forward(given: Pass, shape: dict, widths: shapes.Widths, index: int) -
     return width * (casts * widths.hidden + (saved + 3) * widths.inner)
 
 
-def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: Degrees) -> float:
+def validation_bytes(setup: Setup) -> float:
     """Return the bytes of a forward pass that keeps nothing: those of its widest layer, or of its logits."""
-    widths = shapes.widths_of_rank(model, degrees)
+    recipe, precision, degrees, widths = setup.recipe, setup.precision, setup.degrees, setup.widths
+    # every rank reads a part of each sequence
+    tokens = recipe.training.per_device_eval_batch_size * recipe.sequence_length // degrees.sequence
     # the residual stream, its sum with a layer's result, and a norm's copy in fp32
     stream = (2 * precision.residual + FP32) * widths.hidden
     attention = 2 * widths.queries + 2 * widths.keys
@@ -341,7 +323,7 @@ def validation_bytes(model: dict, tokens: int, precision: Precision, degrees: De
     layers = tokens * (stream + precision.compute * (widths.hidden + max(attention, inner)))
     # all logits at once, which are in fp32 for a few tokens at a time (evaluation/validation.py)
     at_once = 2 * FP32 * min(tokens, VALIDATED_AT_ONCE) + precision.compute * tokens
-    return max(layers, at_once * model["vocab_size"] + precision.compute * tokens * widths.hidden)
+    return max(layers, at_once * recipe.model.vocab_size + precision.compute * tokens * widths.hidden)
 
 
 def compiles_loss(compile: bool | None, on_gpu: bool) -> bool:
@@ -382,8 +364,8 @@ def loss_bytes(
     vocab_size: int,
     width: int,
     precision: Precision,
-    loss: Loss = PLAIN,
-    gpu_memory: float | None = None,
+    loss: Loss,
+    gpu_memory: float | None,
 ) -> float:
     """Return the bytes that the loss of one micro-batch holds (`model/loss.py`, `model/cross_entropy.py`)."""
     if loss.kind == "plain":

@@ -2,7 +2,6 @@
 
 import argparse
 import textwrap
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +9,7 @@ from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.memory.activations import Activations, Pass, activations, validation_bytes
+from pretraining.planning.memory.activations import Activations, activations, validation_bytes
 from pretraining.planning.memory.states import (
     ADAM,
     Buffers,
@@ -23,8 +22,7 @@ from pretraining.planning.memory.states import (
 )
 from pretraining.planning.quantities import gpu_count, num_bytes, several
 from pretraining.planning.setup import FP32, BareSize, Setup, add_setup_arguments, setup_of
-from pretraining.planning.shapes import layer_numel
-from pretraining.planning.sizes import frozen_tensors, trained_tensors
+from pretraining.planning.shapes import layer_numel, parameter_tensors
 from pretraining.runtime.imports import MOST_ROUNDED_MIB
 from pretraining.runtime.table import aligned
 
@@ -134,35 +132,18 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, alike: MemoryNeed
         gpu_memory: bytes of one GPU; the loss takes more on a larger one. None: a processor trains, or it is not known.
         alike: the need if another number of layers is recomputed, which changes nothing of what a rank holds.
     """
-    recipe, stage, degrees = setup.recipe, setup.stage, setup.degrees
-    optimizer, extra = optimizer_states(recipe), buffers(setup)
+    optimizer, extra = optimizer_states(setup.recipe), buffers(setup)
     state, host, pinned = (alike.state, alike.host, alike.pinned) if alike else _held_by_rank(setup)
-    of_layers = Counter()
-    for tensor in (each for each in setup.wide if each.layer is not None):
-        of_layers[tensor.layer] += tensor.factors
-    micro_batch = recipe.model, recipe.micro_batch, recipe.sequence_length, setup.precision
-    given = Pass(
-        *micro_batch,
-        every_n_layers=recipe.training.recomputed_one_in,
-        loss=recipe.resolved_loss,
-        gpu_memory=gpu_memory,
-        keeps_products=recipe.speed.recompute == "operators",
-        degrees=degrees,
-        wide_head=setup.head_is_wide,
-        wide_layer=max(of_layers.values(), default=0),
-    )
     # the optimizer's own fp32 copies exist at the same moment as ZeRO's; without ZeRO, and at stage 0, each rank steps
     # all weights
     for family in setup.families:
         copied = sum(tensor.numel for tensor in family.trained if tensor.kind == optimizer.copied)
-        extra = replace(extra, step=extra.step + FP32 * copied / (family.ranks if stage else 1))
-    phases = _phases(state, activations(given), extra, stage, setup.accumulation, optimizer.name)
+        extra = replace(extra, step=extra.step + FP32 * copied / (family.ranks if setup.stage else 1))
+    phases = _phases(setup, state, activations(setup, gpu_memory), extra)
     # with whole sequences, and logits, which training may never have
-    if degrees.ranks_per_sample > 1 and recipe.training.eval_strategy != "no":
-        # every rank reads a part of each sequence, and no activations are kept
-        tokens = recipe.training.per_device_eval_batch_size * recipe.sequence_length // degrees.sequence
-        of_pass = validation_bytes(recipe.model, tokens, setup.precision, degrees)
-        phases["validation"] = {**phases["loss"], "validation": of_pass}
+    if setup.degrees.ranks_per_sample > 1 and setup.recipe.training.eval_strategy != "no":
+        # no activations are kept
+        phases["validation"] = {**phases["loss"], "validation": validation_bytes(setup)}
         for name in ("activations", "logits and loss"):
             del phases["validation"][name]
     return MemoryNeed(phases, setup.world_size, host, state.nvme, pinned, state, optimizer.name)
@@ -170,10 +151,8 @@ def memory_need(setup: Setup, gpu_memory: float | None = None, alike: MemoryNeed
 
 def _held_by_rank(setup: Setup) -> tuple[ModelState, dict[str, float], float]:
     """Return what the fullest rank holds between the passes of a step: its state, its host memory, what is pinned."""
-    state, optimizer = state_of(setup), optimizer_states(setup.recipe)
-    pinned, config, width = [], setup.ds_config, setup.precision.weights
-    for family in setup.families:
-        pinned += pinned_by_offload(config, family.ranks, width, optimizer.in_groups(family.trained))
+    state = state_of(setup)
+    pinned = pinned_by_offload(setup)
     host = _host_memory(setup, state)
     if rounding := sum(pinned_bytes(size) - size for size in pinned):
         host["rounding of pinned buffers"] = rounding
@@ -192,12 +171,13 @@ def skips_last_product(setup: Setup) -> bool:
 
 
 def _phases(
-    state: ModelState, held: Activations, extra: Buffers, stage: int, accumulation: int, optimizer: str
+    setup: Setup, state: ModelState, held: Activations, extra: Buffers
 ) -> dict[str, dict[str, float]]:
     """Return the parts at the moments when a step's memory can peak."""
     # observed with deepspeed 0.19.8: benchmarks/model_states.py
-    always = {"weights": state.parameters, "fp32 masters": state.masters, optimizer: state.moments}
-    sums = state.gradient_accumulation
+    always = {"weights": state.parameters, "fp32 masters": state.masters}
+    always[optimizer_states(setup.recipe).name] = state.moments
+    sums, stage, accumulation = state.gradient_accumulation, setup.stage, setup.accumulation
     # at stage 2 the sums exist only after a first micro-batch, at stages 1 and 3 always
     sums_before = sums if accumulation > 1 or stage != 2 else 0
     passing = {**always, "reduce buckets": extra.buckets, "gathered weights": extra.gathered}
@@ -240,7 +220,6 @@ def snapshot_bytes(sizes: Iterable[int]) -> int:
 def _host_memory(setup: Setup, state: ModelState) -> dict[str, float]:
     """Return the host memory of one rank in bytes, by use."""
     recipe, config, stage, precision = setup.recipe, setup.ds_config, setup.stage, setup.precision
-    optimizer, trained, frozen = optimizer_states(recipe), trained_tensors(recipe), frozen_tensors(recipe)
     host = {PROCESS: table("memory")["host_process_bytes"]["value"]}
     if state.host:
         host["offloaded states"] = state.host
@@ -263,7 +242,7 @@ def _host_memory(setup: Setup, state: ModelState) -> dict[str, float]:
     if stage != 3:
         # bytes a parameter
         built = 2 if config and precision.name == "bf16" and not precision.is_autocast else 4
-        host[BUILT] = built * sum(tensor.numel for tensor in (*trained, *frozen))
+        host[BUILT] = built * sum(tensor.numel for tensor in parameter_tensors(recipe.model))
         if (size := setup.degrees.expert) > 1:
             # a rank keeps its own experts, but draws those of a whole layer at once in fp32
             split = setup.families[-1]
@@ -271,7 +250,7 @@ def _host_memory(setup: Setup, state: ModelState) -> dict[str, float]:
             host[BUILT] += FP32 * layer - built * (size - 1) * split.numel
         host[BUILT] += (FP32 - built) * sum(tensor.numel for tensor in setup.wide)
     if recipe.checkpoints.background and recipe.training.save_strategy != "no":
-        saved = checkpoint_bytes(trained, optimizer, frozen, precision.weights)
+        saved = checkpoint_bytes(recipe, precision.weights)
         host[SNAPSHOT] = pinned_bytes(snapshot_bytes([-(-saved // setup.world_size)]))
     return host
 

@@ -1,16 +1,15 @@
 """Bytes of model state per GPU and per host, at every ZeRO stage, and of the buffers that ZeRO needs beside it."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import accumulate
 
-from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device, zero_stage
+from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Family, Setup
 from pretraining.planning.shapes import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR, Tensor, layer_numel
-from pretraining.planning.sizes import check_rows
+from pretraining.planning.sizes import check_rows, frozen_tensors, trained_tensors
 from pretraining.recipe import Recipe
-from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import gathers_blocks
 
 ELEMENTS_A_SCALE, SMALLEST_IN_8_BIT = 256, 4096
@@ -143,43 +142,30 @@ class ModelState:
 
 def state_of(setup: Setup) -> ModelState:
     """Return the model state of the fullest rank, with the recipe's optimizer."""
-    optimizer, sixteen_bit = optimizer_states(setup.recipe), setup.precision.weights == SIXTEEN_BIT
-    held = setup.ds_config, sixteen_bit, setup.accumulation, optimizer
-    states = [model_state(family, *held, setup.wide_of(family)) for family in setup.families]
+    states = [model_state(setup, family) for family in setup.families]
     # every part of one family comes on top of that of the other
     return ModelState(*(sum(parts) for parts in zip(*map(astuple, states), strict=True)))
 
 
-def model_state(
-    family: Family,
-    config: dict | None,
-    sixteen_bit: bool,
-    accumulation: int = 1,
-    optimizer: OptimizerStates = ADAM,
-    wide: Sequence[Tensor] = (),
-) -> ModelState:
+def model_state(setup: Setup, family: Family) -> ModelState:
     """Return model state of the fullest rank of those that share a family of parameters.
 
     The stages shard as in ZeRO (Rajbhandari et al. 2020, section 5 and figure 1): stage 1 the optimizer states,
     stage 2 also the gradients, stage 3 also the parameters. The paper counts 2 + 2 + 12 = 16 bytes per parameter.
     Here gradients are accumulated in fp32 (`data_types.grad_accum_dtype`), so stage 3 holds 2 + 4 + 12 = 18 over all
     ranks. Without DeepSpeed, weights stay fp32 (autocast), and every rank holds 4 + 4 + 8.
-
-    Args:
-        config: the ds_config, or None for training without DeepSpeed.
-        sixteen_bit: 16-bit weights, else fp32.
-        accumulation: micro-batches per step.
-        wide: those of the family whose weights are in fp32 although the others are not.
     """
+    config, optimizer, wide = setup.ds_config, optimizer_states(setup.recipe), setup.wide_of(family)
     parameters, world_size = family.trained_numel, family.ranks
     groups = optimizer.in_groups(family.trained)
     if config is None:
         # DistributedDataParallel keeps its buckets beside the sums while it accumulates (torch 2.13, reducer.cpp)
-        gradients = 2 if world_size > 1 and accumulation > 1 else 1
+        gradients = 2 if world_size > 1 and setup.accumulation > 1 else 1
         moments = _moments(optimizer, groups, world_size, 0)
         # no masters: under autocast the fp32 weights are the masters
         return ModelState(FP32 * family.numel, gradients * FP32 * parameters, 0, 0, moments, 0)
-    stage, width = zero_stage(config), 2 if sixteen_bit else FP32
+    stage, width = setup.stage, setup.precision.weights
+    sixteen_bit = width == SIXTEEN_BIT
     share, of_wide = _share(world_size, stage, groups), FP32 - width
     if stage == 3:
         # small tensors stay whole on every rank
@@ -212,7 +198,7 @@ def model_state(
         host=0,
     )
     weight_share = width * share + (FP32 - width) * _numel(wide) / world_size
-    return _offloaded(state, config, FP32 * share, weight_share, accumulation)
+    return _offloaded(setup, state, FP32 * share, weight_share)
 
 
 def _share(world_size: int, stage: int, groups: Groups) -> int:
@@ -269,17 +255,15 @@ def _persistent(config: dict, tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel for tensor in tensors if tensor.numel <= threshold)
 
 
-def _offloaded(
-    state: ModelState, config: dict, fp32_share: float, weight_share: float, accumulation: int
-) -> ModelState:
+def _offloaded(setup: Setup, state: ModelState, fp32_share: float, weight_share: float) -> ModelState:
     """Move what the ds_config offloads off the GPU; gradients go to host memory, never to NVMe."""
-    places, zero = {"gpu": 0.0, "cpu": 0.0, "nvme": 0.0}, zero_stage(config)
+    config, zero, places = setup.ds_config, setup.stage, {"gpu": 0.0, "cpu": 0.0, "nvme": 0.0}
     if optimizer_device(config) != "gpu":
         device, share = optimizer_device(config), offloaded_share(config)
         places[device] += share * state.master_and_moments
         # sums move with the optimizer; stages 1 and 2 need them only with accumulation (zero/stage_1_and_2.py)
         sums = fp32_share if zero == 1 else state.gradient_accumulation
-        sums = sums if zero == 3 or accumulation > 1 else 0
+        sums = sums if zero == 3 or setup.accumulation > 1 else 0
         # each master has a `.grad` for the step (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`);
         # stages 1 and 2 also keep the slice in 16 bit (`param_buffer_of_bit16_for_cpu_offload_groups`)
         places["cpu"] += sums + share * fp32_share + (weight_share if zero < 3 else 0)
@@ -292,34 +276,36 @@ def _offloaded(
     return replace(state, host=places["cpu"], nvme=places["nvme"])
 
 
-def pinned_by_offload(config: dict | None, world_size: int, width: int, groups: Groups) -> list[int]:
-    """Return the bytes of each buffer that offloading pins on a rank (deepspeed 0.19.8). width: of a weight."""
-    settings = ((config or {}).get("zero_optimization") or {}).get("offload_optimizer") or {}
+def pinned_by_offload(setup: Setup) -> list[int]:
+    """Return the bytes of each buffer that offloading pins on a rank (deepspeed 0.19.8)."""
+    zero = (setup.ds_config or {}).get("zero_optimization") or {}
+    settings = zero.get("offload_optimizer") or {}
     if settings.get("device") != "cpu" or not settings.get("pin_memory"):
         return []
-    # for each group: masters, their gradients and their 16-bit copy; and one gradient on its way (stage_1_and_2.py)
-    if zero_stage(config) < 3:
-        slices = [_slice(_numel(group), world_size) for group in groups if group]
-        largest = max(tensor.numel for group in groups for tensor in group)
-        return [*(size * held for held in slices for size in (FP32, FP32, width)), width * largest]
-    # the gradient sums in one buffer, and one buffer for the gradients of each sub-group (stage3.py)
-    share = _share(world_size, 3, groups)
-    size = int(config["zero_optimization"].get("sub_group_size", 1_000_000_000))
-    return [FP32 * share, *(FP32 * min(size, share - start) for start in range(0, share, size))]
+    pinned, width, most = [], setup.precision.weights, int(zero.get("sub_group_size", SUB_GROUP))
+    for family in setup.families:
+        groups = optimizer_states(setup.recipe).in_groups(family.trained)
+        if setup.stage < 3:
+            # for each group: masters, their gradients and their 16-bit copy; and one gradient on its way
+            # (stage_1_and_2.py)
+            slices = [_slice(_numel(group), family.ranks) for group in groups if group]
+            pinned += [size * held for held in slices for size in (FP32, FP32, width)]
+            pinned.append(width * max(tensor.numel for tensor in family.trained))
+        else:
+            # the gradient sums in one buffer, and one buffer for the gradients of each sub-group (stage3.py)
+            share = _share(family.ranks, 3, groups)
+            pinned += [FP32 * share, *(FP32 * min(most, share - start) for start in range(0, share, most))]
+    return pinned
 
 
-def checkpoint_bytes(
-    tensors: Sequence[Tensor],
-    optimizer: OptimizerStates = ADAM,
-    frozen: Sequence[Tensor] = (),
-    width: int = FP32,
-) -> int:
+def checkpoint_bytes(recipe: Recipe, width: int) -> int:
     """Return the bytes of a checkpoint over all ranks, at any stage: fp32 weights and optimizer states.
 
-    frozen: parameters of which the weights alone are saved, `width` bytes each.
+    width: bytes of a weight; of frozen parameters the weights alone are saved.
     """
-    trained = sum(FP32 * tensor.numel + round(optimizer.bytes_of(tensor)) for tensor in tensors)
-    return trained + width * _numel(frozen)
+    optimizer = optimizer_states(recipe)
+    trained = sum(FP32 * each.numel + round(optimizer.bytes_of(each)) for each in trained_tensors(recipe))
+    return trained + width * _numel(frozen_tensors(recipe))
 
 
 REDUCE_BUCKET, PREFETCH_BUCKET = 500_000_000, 50_000_000
@@ -346,13 +332,12 @@ def buffers(setup: Setup) -> Buffers:
     if setup.ds_config is None:
         return Buffers(0, 0, 0, 0)
     config, stage, zero = setup.ds_config, setup.stage, setup.ds_config["zero_optimization"]
-    # the model's width decides what `"auto"` becomes (transformers 5.24, integrations/deepspeed.py)
-    element, width = setup.precision.weights, value_of(setup.recipe.model, "hidden_size")
-    tensors, total = setup.held, sum(family.trained_numel for family in setup.families)
+    element, tensors = setup.precision.weights, setup.held
+    total = sum(family.trained_numel for family in setup.families)
     # elements that a rank steps
     share = sum(family.trained_numel / family.ranks for family in setup.families)
     wide = [tensor for family in setup.families for tensor in setup.wide_of(family)]
-    bucket = element * reduce_bucket(config, width, tensors)
+    bucket = element * reduce_bucket(setup)
     wider = (FP32 - element) * _numel(wide)
     # they are cast a bucket at a time, or one that is larger than it
     sent = setup.gradient_bytes
@@ -361,7 +346,7 @@ def buffers(setup: Setup) -> Buffers:
     if stage == 3:
         # a block's weights may be gathered as one, and its gradients reduced together
         as_one = gathers_blocks(setup.recipe, config)
-        gathered = _gathered(zero, setup.families, width, as_one)
+        gathered = _gathered(setup, as_one)
         # of the layers that modules in fp32 are in, as many are gathered as of all
         inside = _numel([tensor for tensor in wide if tensor.layer is not None])
         wider -= (FP32 - element) * inside * (1 - gathered / _numel(tensors))
@@ -399,13 +384,14 @@ def buffers(setup: Setup) -> Buffers:
     return Buffers(0, 0, 0, element * min(total, REDUCE_BUCKET) if setup.world_size > 1 else 0)
 
 
-def reduce_bucket(config: dict, width: int, tensors: Iterable[Tensor]) -> float:
-    """Return how many elements of gradients are reduced together, at most all of a rank's. width: the model's."""
-    asked = _elements(config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, width**2)
-    return min(asked, sum(tensor.numel for tensor in tensors))
+def reduce_bucket(setup: Setup) -> float:
+    """Return how many elements of gradients are reduced together, at most all of a rank's."""
+    automatic = setup.recipe.model.hidden_size**2
+    asked = _elements(setup.ds_config["zero_optimization"], "reduce_bucket_size", REDUCE_BUCKET, automatic)
+    return min(asked, _numel(setup.held))
 
 
-def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: int) -> Tensor | None:
+def unprotected_gradient(setup: Setup) -> Tensor | None:
     """Return the largest gradient that ZeRO-2 frees on a GPU while another stream may still read it.
 
     A gradient that is larger than the bucket is reduced in its own place. With `overlap_comm` this happens on a stream
@@ -414,27 +400,26 @@ def unprotected_gradient(config: dict | None, of_rank: Sequence[Family], width: 
     `clear_grad_attribute`).
     """
     # with an offloaded optimizer DeepSpeed notifies the allocator; a single rank keeps all gradients
-    several = any(family.ranks > 1 for family in of_rank)
-    if zero_stage(config) != 2 or optimizer_device(config) != "gpu" or not several:
+    several = any(family.ranks > 1 for family in setup.families)
+    if setup.stage != 2 or optimizer_device(setup.ds_config) != "gpu" or not several:
         return None
-    zero = config["zero_optimization"]
-    held = [tensor for family in of_rank for tensor in family.tensors]
-    largest = max(held, key=lambda tensor: tensor.numel)
+    zero = setup.ds_config["zero_optimization"]
+    largest = max(setup.held, key=lambda tensor: tensor.numel)
     frees_at_once = zero.get("overlap_comm") and zero.get("contiguous_gradients", True)
-    return largest if frees_at_once and largest.numel > reduce_bucket(config, width, held) else None
+    return largest if frees_at_once and largest.numel > reduce_bucket(setup) else None
 
 
-def _gathered(zero: dict, of_rank: Sequence[Family], width: int, as_one: bool) -> float:
+def _gathered(setup: Setup, as_one: bool) -> float:
     """Return the elements of whole weights that are held at a time.
 
     A weight stays gathered after its forward pass if it is used again within `stage3_max_reuse_distance` elements
     (zero/partitioned_param_coordinator.py). The layer at work and the prefetched weights come on top. What one rank
     alone holds takes part in these distances, but is not copied (`NoGatherHandle`, zero/partition_parameters.py).
     """
-    tensors = [tensor for family in of_rank for tensor in family.tensors]
+    zero, tensors, width = setup.ds_config["zero_optimization"], setup.held, setup.recipe.model.hidden_size
     if as_one:
         zero = {**zero, **block_gathering(zero, layer_numel(tensors))}
-    shared = [tensor for family in of_rank if family.ranks > 1 for tensor in family.tensors] or tensors
+    shared = [each for family in setup.families if family.ranks > 1 for each in family.tensors] or tensors
     share = layer_numel(shared) / layer_numel(tensors)
     reuse = _elements(zero, "stage3_max_reuse_distance", MAX_REUSE_DISTANCE, MAX_REUSE_DISTANCE)
     prefetch = _elements(zero, "stage3_prefetch_bucket_size", PREFETCH_BUCKET, 0.9 * width**2)
@@ -461,5 +446,6 @@ def block_gathering(zero: dict, block_numel: int) -> dict:
 
 def _elements(zero: dict, key: str, default: float, automatic: float) -> float:
     """Return a size of the ds_config in elements; `automatic` is what transformers writes for `"auto"`."""
+    # the model's width decides it (transformers 5.24, integrations/deepspeed.py)
     value = zero.get(key, default)
     return automatic if value == "auto" else value
