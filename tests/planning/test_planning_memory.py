@@ -269,6 +269,14 @@ def test_the_plan_counts_the_copy_for_a_save_and_pinned_buffers():
     assert "for a node of 8 GPUs" in " ".join(as_text(answer).split())
 
 
+def test_nothing_is_pinned_for_experts_that_are_frozen():
+    """They are a family of their own if they are split, with nothing to step."""
+    frozen = 'model.frozen=["model.layers.*.experts.*"]'
+    split, whole = (setup("moe-30b-a3b", 8, frozen, way=f"zero2_offload{way}") for way in (":expert=2", ""))
+    assert len(split.families) == 2
+    assert memory_need(split).pinned == memory_need(whole).pinned > 0
+
+
 def test_a_plan_says_what_is_pinned_when_and_what_happens_without_room():
     """The first save waits for pages that are pinned; offloading pins before that. All of it belongs to a node."""
     case = setup("65b", 8)

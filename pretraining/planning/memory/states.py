@@ -283,7 +283,7 @@ def pinned_by_offload(setup: Setup) -> list[int]:
     if settings.get("device") != "cpu" or not settings.get("pin_memory"):
         return []
     pinned, width, most = [], setup.precision.weights, int(zero.get("sub_group_size", SUB_GROUP))
-    for family in setup.families:
+    for family in (each for each in setup.families if each.trained):
         groups = optimizer_states(setup.recipe).in_groups(family.trained)
         if setup.stage < 3:
             # for each group: masters, their gradients and their 16-bit copy; and one gradient on its way
