@@ -26,17 +26,16 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 
 from pretraining.command_line import world_size_here
-from pretraining.doctor import shared
+from pretraining.doctor import rates, shared
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, of_all_nodes, worst
 from pretraining.doctor.gpus import Gpus
 from pretraining.doctor.launch import Launch, plan_launch
 from pretraining.doctor.layers import examine_layers
-from pretraining.doctor.rates import measure_devices, measure_messages
 from pretraining.doctor.roll_call import FAILED, SILENT, WAITS, RollCall, Stuck, named, one_line
 from pretraining.planning.gpus import known_gpu
 from pretraining.planning.quantities import duration, several
 from pretraining.runtime.exit_codes import tell_exit_code
-from pretraining.runtime.host import GLOO_INTERFACE, loopback_name, own_address
+from pretraining.runtime.host import GLOO_INTERFACE, own_address
 from pretraining.training.ranks import device_name, join_ranks, leave_ranks, prepare_rank
 
 ARRIVAL_SECONDS = 60.0
@@ -136,95 +135,93 @@ class Examination:
             self.gpu = known_gpu(device_name()) if self.on_gpu else None
             return shared.describe_rank(self.on_gpu)
 
-        self._gathered("versions, variables, devices", describe, shared.compare_ranks, DESCRIBE_SECONDS)
+        self._step("versions, variables, devices", describe, shared.compare_ranks, DESCRIBE_SECONDS)
         # empty on ranks other than 0
         found = self.call.collect("the nodes", [asdict(each) for each in self.of_nodes])
         first = [node[0] for node in self.call.nodes] if found else []
         of_nodes = [[Finding(**fields) for fields in found[rank]] for rank in first]
         self.of_nodes = of_all_nodes([self.call.hosts[rank] for rank in first], of_nodes)
-        self._gathered("clocks", lambda: shared.ask_for_the_time(self.call), shared.judge_clocks)
+        self._add("clocks", partial(shared.compare_clocks, self.call))
 
     def _in_folders(self) -> None:
         # a name that all agree on: rank 0's
         token = self.call.gather("token", uuid.uuid4().hex[:8])[0]
         probed = shared.ProbedFolder(self.launch.run_folder, self.rank, token)
+        upload, saved = self.recipe and self.recipe.checkpoints.upload, self.launch.plan
+        size = shared.BYTES_ON_GPU_MACHINES if self.on_gpu else shared.BYTES_ELSEWHERE
+        in_folder = partial(self._step, remedy="--output_dir FOLDER, another one")
+        look = partial(in_folder, shared.RUN_FOLDER, seconds=shared.LOOK_SECONDS + 5)
+        judge_looks = partial(shared.judge_run_folder, probed.folder, upload)
+        judge_speed = partial(shared.judge_disk, saved and saved.checkpoint_bytes)
         try:
-            upload = self.recipe and self.recipe.checkpoints.upload
-            look = partial(shared.look_at_run_folder, self.call, probed, upload)
-            looked = self._attempt("shared folders", look)
+            fine = look(probed.leave_token) == FINE
+            fine = fine and look(lambda: probed.look_for(self.size), judge_looks) == FINE
             # a speed means nothing if the ranks write to different folders
-            if worst(looked) == FINE:
-                size = shared.BYTES_ON_GPU_MACHINES if self.on_gpu else shared.BYTES_ELSEWHERE
-                saved = self.launch.plan and self.launch.plan.checkpoint_bytes
-                measure = partial(shared.measure_disk, self.call, probed, size, saved)
-                self._attempt("disk of all ranks", measure)
+            if fine:
+                write = partial(probed.write_and_read, size)
+                in_folder(shared.DISK, write, judge_speed, 3 * shared.DISK_SECONDS)
         finally:
             # also if a step raises: nothing of ours stays in the run folder
             probed.clear()
         if self.recipe is not None:
             place = self.launch.data_dir, self.recipe.data.name
             judge = partial(shared.judge_data, place)
-            self._gathered("shared data", lambda: shared.manifest_of(*place), judge)
+            self._step("shared data", lambda: shared.manifest_of(*place), judge)
 
     def _between_ranks(self) -> None:
         """Check what needs ranks that meet, and then what needs a process group of all ranks."""
-        address = bound_address()
-        bound = self.call.gather("addresses", address)
-        # gloo then listens where other hosts cannot reach it, although NCCL may work; on one node the loopback reaches
-        # everyone
-        for first, *_ in self.call.nodes if len(self.call.nodes) > 1 else ():
-            if bound[first]["loopback"]:
-                what = f"{self.call.hosts[first]} listens at {bound[first]['address']}, which only itself can reach: "
-                what += "its own name means the loopback"
-                interface = bound[first]["interface"] or "eth0"
-                remedy = f"export GLOO_SOCKET_IFNAME={interface} on every node, or mend /etc/hosts"
-                self.findings.append(Finding("address", BREAKS, what, remedy, str(self.call.ranks[first])))
-        met = self._attempt(PAIRS, lambda: meet_in_pairs(self.call, address["address"], self.on_gpu))
-        if worst(met) == BREAKS:
+        meet = partial(meet_in_pairs, self.call, bound_address()["address"], self.on_gpu)
+        if self._add(PAIRS, meet) == BREAKS:
             return self._say("the rest is left out: it needs ranks that meet")
-        name = "process group of all ranks"
-        if not self._gathered(name, join_ranks, seconds=JOIN_SECONDS):
+        if self._step("process group of all ranks", join_ranks, seconds=JOIN_SECONDS) != FINE:
             return
-        self._attempt("messages", lambda: measure_messages(self.call, self.gpu, self.on_gpu))
-        self._attempt("devices", lambda: measure_devices(self.call, self.recipe, self.gpu, self.on_gpu))
+        gpu, products = (self.gpu, self.on_gpu), rates.products_of(self.recipe, self.on_gpu)
+        if self.size > 1:  # else there is nobody to send to
+            name, send = "all-reduce and all-gather by size", partial(rates.messages_by_size, self.on_gpu)
+            self._step(name, send, partial(rates.judge_all_messages, *gpu), 2 * rates.SWEEP_SECONDS)
+        measure = partial(rates.measure_rank, products, self.on_gpu)
+        judge = partial(rates.judge_devices, products, *gpu)
+        self._step("products and copies", measure, judge, rates.DEVICE_SECONDS)
         if self.recipe is not None:
-            self._attempt("the recipe's layers", self._layers)
+            left, found = max(1.0, self._left()), []
+            of_run = self.recipe, self.launch.ds_config, self.size, min(LAYERS_SECONDS, left)
+            # every rank finds the same
+            train, judge = lambda: found.extend(examine_layers(*of_run, self._say)), lambda *_: found
+            self._step("the recipe's layers", train, judge, left)
         # a step too, because it may hang as any collective
-        self._gathered("leaving the process group", leave_ranks)
+        name = "leaving the process group"
+        self.findings += self.call.failures(name, self.call.step(name, leave_ranks, STEP_SECONDS))
 
-    def _layers(self) -> list[Finding]:
-        seconds, name = min(LAYERS_SECONDS, self._left()), "the recipe's layers"
-        examine = partial(examine_layers, self.recipe, self.launch.ds_config, self.size, seconds, self._say)
-        found = self.call.values(name, lambda: list(map(asdict, examine())), max(1.0, self._left()))
-        return [Finding(**fields) for fields in found[0]]
-
-    def _attempt(self, name: str, examine: Callable[[], list[Finding]]) -> list[Finding]:
-        """Make a step and add its findings to all findings; an error becomes a finding too."""
-        self._say(name)
-        if self._left() <= 0:
-            remedy = "see what took so long in the lines above"
-            found = [Finding(name, COSTS, "left out: the time was over", remedy)]
-        else:
-            try:
-                found = examine()
-            except (RuntimeError, OSError) as error:
-                found = [Finding.of_error(name, one_line(error))]
-        self.findings += found
-        return found
-
-    def _gathered(
+    def _step(
         self,
         name: str,
         work: Callable[[], object],
         judge: Callable[[RollCall, list], list[Finding]] = lambda call, values: [],
         seconds: float = STEP_SECONDS,
-    ) -> bool:
-        """Judge what the work returned on every rank; return False, with a finding for each, if ranks failed."""
+        remedy: str = "",
+    ) -> str:
+        """Do `work` on every rank, and add what is found of its results, or a finding for each rank that failed.
+
+        Return the worst verdict. remedy: for errors that name none.
+        """
+
+        def examine() -> list[Finding]:
+            answers = self.call.step(name, work, seconds)
+            failures = self.call.failures(name, answers, remedy)
+            return failures or judge(self.call, [answer.value for answer in answers])
+
+        return self._add(name, examine)
+
+    def _add(self, name: str, examine: Callable[[], list[Finding]]) -> str:
+        """Add what is found to all findings, unless the time is over; return the worst verdict."""
         self._say(name)
-        answers = self.call.step(name, work, seconds)
-        failures = self.call.failures(name, answers)
-        self.findings += failures or judge(self.call, [answer.value for answer in answers])
-        return not failures
+        if self._left() > 0:
+            found = examine()
+        else:
+            remedy = "see what took so long in the lines above"
+            found = [Finding(name, COSTS, "left out: the time was over", remedy)]
+        self.findings += found
+        return worst(found)
 
     def _left(self) -> float:
         """Return the seconds that are left, the same number on every rank: by the clock of rank 0."""
@@ -273,7 +270,7 @@ class Examination:
 
 
 def bound_address() -> dict:
-    """Find what gloo binds here, and how this host reaches rank 0: {"address", "interface", "loopback"}.
+    """Find what gloo binds here, and how this host reaches rank 0: {"address", "interface"}.
 
     gloo takes the interface of GLOO_SOCKET_IFNAME, else the host's own name, else the loopback (see `loopback_name`).
     """
@@ -296,7 +293,7 @@ def bound_address() -> dict:
             probe.connect(rank_0)
             outward = interfaces.get(probe.getsockname()[0], "")
     interface = "" if outward == "lo" else outward  # rank 0 is on this host: the way to others is not known
-    return {"address": address, "interface": interface, "loopback": loopback_name() is not None}
+    return {"address": address, "interface": interface}
 
 
 def meet_in_pairs(call: RollCall, address: str, on_gpu: bool) -> list[Finding]:

@@ -64,12 +64,8 @@ DEVICE_SECONDS = 45.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32, "fp32": torch.float32}
 
 
-def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
-    """Measure each kind of message, and compare with the link's peak if the GPU is known. Needs the process group."""
-    if call.size == 1:  # nobody to send to
-        return []
-    name = "all-reduce and all-gather by size"
-    measured = call.values(name, lambda: _messages_by_size(on_gpu), 2 * SWEEP_SECONDS)
+def judge_all_messages(gpu: Gpu | None, on_gpu: bool, call: RollCall, measured: list[dict]) -> list[Finding]:
+    """Compare each kind of message with the link's peak, if the GPU is known. measured: `messages_by_size`."""
     findings = []
     for kind in measured[0]:
         # A message is over when its slowest rank has it.
@@ -78,8 +74,11 @@ def measure_messages(call: RollCall, gpu: Gpu | None, on_gpu: bool) -> list[Find
     return findings
 
 
-def _messages_by_size(on_gpu: bool) -> dict[str, dict[str, float]]:
-    """Return {message: {bytes: seconds of one}}, up to the size for which there is time; every rank calls it."""
+def messages_by_size(on_gpu: bool) -> dict[str, dict[str, float]]:
+    """Return {message: {bytes: seconds of one}}, up to the size for which there is time; every rank calls it.
+
+    Needs the process group.
+    """
     ranks, device = dist.get_world_size(), "cuda" if on_gpu else "cpu"
     sizes, began = SIZES_ON_GPU if on_gpu else SIZES_ELSEWHERE, time.monotonic()
     found: dict[str, dict[str, float]] = {"all-reduce": {}, "all-gather": {}}
@@ -183,8 +182,8 @@ NO_RECIPE = Products(16_384, 4096, 14_336, "bf16")
 """The products of a model of 7 billion parameters (recipes/7b.json)."""
 
 
-def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_gpu: bool) -> list[Finding]:
-    """Measure rates of products, of copies on GPUs, and of the host's memory; name slow ranks."""
+def products_of(recipe: Recipe | None, on_gpu: bool) -> Products:
+    """Return the products of a recipe; without a GPU smaller ones, without a recipe those of a usual model."""
     products = NO_RECIPE
     if recipe is not None:
         tokens, precision = recipe.micro_batch * recipe.sequence_length, recipe.training.product_precision
@@ -196,7 +195,13 @@ def measure_devices(call: RollCall, recipe: Recipe | None, gpu: Gpu | None, on_g
             width, inner = width // 2, inner // 2
         tokens = min(products.tokens, int(PROCESSOR_FLOPS / (ROUND_FLOPS * width * inner)))
         products = Products(tokens, width, inner, "fp32")
-    found = call.values("products and copies", lambda: measure_rank(products, on_gpu), DEVICE_SECONDS)
+    return products
+
+
+def judge_devices(
+    products: Products, gpu: Gpu | None, on_gpu: bool, call: RollCall, found: list[dict]
+) -> list[Finding]:
+    """Judge rates of products, of copies on GPUs, and of the host's memory; name slow ranks."""
     findings = judge_products(call, products, gpu, on_gpu, found)
     if on_gpu:
         findings += _judge_copies(call, gpu, found)

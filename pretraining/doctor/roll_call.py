@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -129,19 +129,15 @@ class RollCall:
             raise Stuck(name, seconds, answers)
         return answers
 
-    def values(self, name: str, work: Callable[[], object], seconds: float) -> list:
-        """Do `step`, and return what the work returned on every rank; `RuntimeError` names the first that failed."""
-        answers = self.step(name, work, seconds)
-        for rank, answer in zip(self.ranks, answers, strict=True):
-            if answer.error:
-                raise RuntimeError(f"{rank}: {answer.error}")
-        return [answer.value for answer in answers]
+    def failures(self, check: str, answers: list[Answer], remedy: str = "") -> list[Finding]:
+        """Make one finding for each of the first ranks on which a step failed; none if it failed nowhere.
 
-    def failures(self, check: str, answers: list[Answer]) -> list[Finding]:
-        """Make one finding for each of the first ranks on which a step failed; none if it failed nowhere."""
+        remedy: for errors that name none.
+        """
         by_rank = zip(map(str, self.ranks), answers, strict=True)
         failed = [(rank, answer.error) for rank, answer in by_rank if answer.state == FAILED]
-        return [Finding.of_error(check, error, where=rank) for rank, error in failed[:MOST_REFUSED]]
+        found = [Finding.of_error(check, error, where=rank) for rank, error in failed[:MOST_REFUSED]]
+        return [replace(each, remedy=each.remedy or remedy) for each in found]
 
     def gather(self, name: str, value: Any) -> list:
         """Return the value of every rank, on every rank, at once."""

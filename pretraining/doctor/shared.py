@@ -8,14 +8,12 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
-from pretraining.doctor.roll_call import Answer, RollCall, named
+from pretraining.doctor.roll_call import RollCall, named
 from pretraining.errors import file_error
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.runtime.host import system_text
@@ -28,11 +26,9 @@ LIBRARIES += ("PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX")
 """How the names of variables begin that change what a collective does."""
 OF_THE_HOST = ("IFNAME", "_HCA", "_DEBUG", "_TOPO", "_NET_GDR", "_ADDR")
 """Parts of names of variables that may differ between hosts: they name interfaces or files there, or only log."""
-CLOCK_ROUNDS = 8
-"""Questions of each node; the one that took the shortest time counts."""
 CLOCK_SECONDS = 1.0
 """How far clocks may differ. Events, metrics and checkpoints have whole seconds: beyond that their order is wrong."""
-RUN_FOLDER = "shared run folder"
+RUN_FOLDER, DISK = "shared run folder", "disk of all ranks"
 LOOK_SECONDS = 12.0
 """How long to look for a new file: NFS caches what it knows about a folder for some seconds."""
 DISK_SECONDS = 15.0
@@ -120,33 +116,16 @@ def _to_make_alike(key: str, usual: str) -> tuple[str, str]:
     return BREAKS, as_typed(remedy)
 
 
-def ask_for_the_time(call: RollCall) -> dict | None:
-    """Return {"ahead_seconds", "bound_seconds"} on the first rank of each node but the first; None on the others.
-
-    It asks rank 0 through the store; half of the round trip bounds the error (Cristian's algorithm, 1989).
-    """
-    store, asking = call.work_store, [node[0] for node in call.nodes[1:]]
-
-    def wait_for(key: str) -> str:
-        store.wait([f"clock/{key}"], timedelta(seconds=10))
-        return store.get(f"clock/{key}").decode()
-
-    if call.rank == 0:
-        for rank in asking:
-            for number in range(CLOCK_ROUNDS):
-                wait_for(f"asked/{rank}/{number}")
-                store.set(f"clock/time/{rank}/{number}", repr(time.time()))
-    if call.rank not in asking:
-        return None
-    rounds = []
-    for number in range(CLOCK_ROUNDS):
-        began, sent = time.perf_counter(), time.time()
-        store.set(f"clock/asked/{call.rank}/{number}", "?")
-        there = float(wait_for(f"time/{call.rank}/{number}"))
-        half = (time.perf_counter() - began) / 2
-        rounds.append({"ahead_seconds": sent + half - there, "bound_seconds": half})
-    # The first round may take long, while rank 0 answers other nodes: the shortest round counts.
-    return min(rounds, key=lambda round_trip: round_trip["bound_seconds"])
+def compare_clocks(call: RollCall) -> list[Finding]:
+    """Read the clocks of all nodes between two moments of rank 0, so that their distance bounds the error."""
+    began = time.perf_counter()
+    # returns on every rank at about the same moment
+    call.gather("clocks are read", None)
+    times = call.gather("times", time.time())
+    bound = time.perf_counter() - began
+    firsts = {node[0] for node in call.nodes[1:]}
+    apart = ({"ahead_seconds": each - times[0], "bound_seconds": bound} for each in times)
+    return judge_clocks(call, [each if rank in firsts else None for rank, each in enumerate(apart)])
 
 
 def judge_clocks(call: RollCall, found: list[dict | None]) -> list[Finding]:
@@ -178,7 +157,6 @@ class ProbedFolder:
         self.probe = self.folder / f".doctor-{token}"
         # Folders that only the doctor makes: they are removed at the end, the innermost first.
         self._absent = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        self.data = self.probe / f"data-{rank}"
 
     def leave_token(self) -> None:
         """Write this rank's token; `UserError` if the folder cannot be written."""
@@ -200,12 +178,13 @@ class ProbedFolder:
     def write_and_read(self, num_bytes: int) -> dict:
         """Write, flush to the disk and read again: {"bytes", "write_seconds", "read_seconds"}; `UserError` if it fails.
 
-        The file `data` stays, so that the disk must hold those of all ranks at once.
+        The file stays until `clear`, so that the disk must hold those of all ranks at once.
         """
         try:
+            data = self.probe / f"data-{self.rank}"
             # nothing that a filesystem could compress
             piece, began, written = os.urandom(PIECE_BYTES), time.perf_counter(), 0
-            with self.data.open("wb") as file:
+            with data.open("wb") as file:
                 while written < num_bytes and time.perf_counter() - began < DISK_SECONDS:
                     written += file.write(piece)
                 file.flush()
@@ -214,7 +193,7 @@ class ProbedFolder:
                 if hasattr(os, "posix_fadvise"):  # else the file would be read from memory
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             began = time.perf_counter()
-            with self.data.open("rb", buffering=0) as file:
+            with data.open("rb", buffering=0) as file:
                 while time.perf_counter() - began < DISK_SECONDS and file.read(PIECE_BYTES):
                     continue
             read_seconds = time.perf_counter() - began
@@ -230,35 +209,29 @@ class ProbedFolder:
                 path.rmdir()
 
 
-def look_at_run_folder(call: RollCall, probed: ProbedFolder, upload: str | None = None) -> list[Finding]:
-    """Check whether all ranks write into one and the same folder, or each node into its own beside a store."""
-    steps = {"tokens": probed.leave_token, "tokens of others": lambda: probed.look_for(call.size)}
-    for name, work in steps.items():
-        answers = call.step(f"run folder: {name}", work, LOOK_SECONDS + 5)
-        if refused := _refused_folder(call, RUN_FOLDER, answers):
-            return refused
+def judge_run_folder(
+    folder: Path, upload: str | None, call: RollCall, missed: list[list[int]]
+) -> list[Finding]:
+    """Check whether all ranks write into one and the same folder, or each node into its own beside a store.
+
+    missed: for each rank those whose tokens it did not see (`ProbedFolder.look_for`).
+    """
     # Ranks that miss the same others see the same folder.
     groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, answer in enumerate(answers):
-        groups.setdefault(tuple(answer.value), []).append(rank)
+    for rank, others in enumerate(missed):
+        groups.setdefault(tuple(others), []).append(rank)
     ranks, nodes = several(call.size, "rank"), several(len(call.nodes), "node")
     if set(groups) == {()}:
-        return [Finding(RUN_FOLDER, FINE, f"{probed.folder} is one folder for {ranks} on {nodes}")]
+        return [Finding(RUN_FOLDER, FINE, f"{folder} is one folder for {ranks} on {nodes}")]
     if upload is not None and all(sorted(group) in call.nodes for group in groups.values()):
-        message = f"{probed.folder} is a folder of its own on each of {nodes}; checkpoints meet in {upload}"
+        message = f"{folder} is a folder of its own on each of {nodes}; checkpoints meet in {upload}"
         return [Finding(RUN_FOLDER, FINE, message)]
     most = max(groups.values(), key=len)  # of groups of one size that of rank 0
     odd = [rank for rank in range(call.size) if rank not in most]
     one, other = named(call.ranks, odd), named(call.ranks, most)
-    message = f"{probed.folder} is not shared: {one} and {other} see different folders"
+    message = f"{folder} is not shared: {one} and {other} see different folders"
     remedy = "--output_dir FOLDER, on a disk that all nodes share, or one folder a node and checkpoints.upload=STORE"
     return [Finding(RUN_FOLDER, BREAKS, message, remedy, one)]
-
-
-def _refused_folder(call: RollCall, check: str, answers: list[Answer]) -> list[Finding]:
-    """Make one finding for each of the first ranks that could not use the folder; none if all could."""
-    refused = call.failures(check, answers)
-    return [replace(line, remedy=line.remedy or "--output_dir FOLDER, another one") for line in refused]
 
 
 def manifest_of(data_dir: Path | str, name: str) -> str | None:
@@ -292,18 +265,11 @@ def judge_data(where: tuple[Path | str, str], call: RollCall, digests: list[str 
     return [Finding(check, BREAKS, message, remedy, named(call.ranks, odd))]
 
 
-def measure_disk(
-    call: RollCall, probed: ProbedFolder, size: int, checkpoint_bytes: int | None
-) -> list[Finding]:
-    """Measure the bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
-    check = "disk of all ranks"
-    answers = call.step(check, lambda: probed.write_and_read(size), 3 * DISK_SECONDS)
-    probed.data.unlink(missing_ok=True)
-    if refused := _refused_folder(call, check, answers):
-        return refused
-    total = sum(answer.value["bytes"] for answer in answers)
+def judge_disk(checkpoint_bytes: int | None, call: RollCall, found: list[dict]) -> list[Finding]:
+    """Find the bytes per second of all ranks at once, and how long a checkpoint takes at that rate."""
+    total = sum(each["bytes"] for each in found)
     # A save ends with its slowest rank.
-    seconds = {key: max(answer.value[key] for answer in answers) for key in ("write_seconds", "read_seconds")}
+    seconds = {key: max(each[key] for each in found) for key in ("write_seconds", "read_seconds")}
     writes, reads = (total / max(seconds[key], 1e-9) for key in ("write_seconds", "read_seconds"))
     values = {"all_ranks_write_bytes_per_second": writes, "all_ranks_read_bytes_per_second": reads}
     message = f"{several(call.size, 'rank')} at once write {num_bytes(writes)}/s and read "
@@ -315,4 +281,4 @@ def measure_disk(
         if saving > SAVE_SECONDS:
             remedy = "give --output_dir a faster disk; on SLURM ask for the stop so much earlier: "
             remedy += f"sbatch --signal=B:USR1@{math.ceil(1.5 * saving)}"
-    return [Finding(check, COSTS if remedy else FINE, message, remedy, values=values)]
+    return [Finding(DISK, COSTS if remedy else FINE, message, remedy, values=values)]

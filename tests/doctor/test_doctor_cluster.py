@@ -61,13 +61,9 @@ def test_every_two_meet_once_and_nobody_is_in_two_places():
 
 def test_a_folder_of_each_node_is_fine_beside_a_store():
     """Ranks of a node that see different folders are not, nor are folders apart without `checkpoints.upload`."""
-    probed = SimpleNamespace(folder="runs/x", leave_token=None)
 
     def verdict(missed: list[list[int]], upload: str | None) -> str:
-        call = ranks_on(2, 2)
-        call.step = lambda *_: [SimpleNamespace(value=others) for others in missed]
-        call.failures = lambda *_: []
-        return shared.look_at_run_folder(call, probed, upload)[0].verdict
+        return shared.judge_run_folder(Path("runs/x"), upload, ranks_on(2, 2), missed)[0].verdict
 
     by_node = [[2, 3], [2, 3], [0, 1], [0, 1]]
     assert verdict(by_node, "s3://bucket/runs") == FINE and verdict(by_node, None) == BREAKS
@@ -290,7 +286,6 @@ def test_what_is_wrong_with_a_rank_is_named(tmp_path):
     assert any(text.startswith("version of deepspeed is 9.9.9") for text in differing)
     assert any(text.startswith("variable NCCL_ALGO is Ring") for text in differing)
     assert "90.0 s ahead of rank 0" in named["clocks", COSTS]["message"]
-    assert [each["verdict"] for each in by_check(findings, "address")] == [BREAKS, BREAKS]
     host = socket.gethostname()
     own = {each["check"]: (each["verdict"], each["where"]) for each in findings[:3]}
     assert own == {"NUMA": (FINE, ""), "disk": (FINE, host), "open files": (BREAKS, host)}
@@ -325,6 +320,14 @@ def test_a_rank_that_fails_is_the_cause_of_those_that_wait(tmp_path):
     assert "ZeroDivisionError" in findings[-1]["message"] and "; rank 0 on " in findings[-1]["message"]
 
 
+def test_every_rank_that_fails_is_named(tmp_path):
+    """And the rest is examined all the same."""
+    code, findings = examine_with("broken", tmp_path)
+    failed = by_check(findings, "products and copies")
+    assert code == 2 and [each["where"].partition(" on ")[0] for each in failed] == ["rank 0", "rank 1"]
+    assert all("ZeroDivisionError" in each["message"] for each in failed)
+
+
 def test_a_full_disk_is_named(disk_of, tmp_path):
     """Room for the file of one rank, not for those of two."""
     disk = disk_of("24m")
@@ -349,4 +352,3 @@ def test_hosts_that_cannot_meet_are_named(tmp_path):
     assert "firewall" in apart["remedy"] and "GLOO_SOCKET_IFNAME=eth0" in apart["remedy"]
     (folder,) = by_check(findings, "shared run folder")
     assert folder["verdict"] == BREAKS and folder["where"] == "rank 2 on gamma"
-    assert not by_check(findings, "address")

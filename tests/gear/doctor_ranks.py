@@ -109,7 +109,13 @@ def failing(rank: int, folder: Path) -> None:
         rates.measure_rank = lambda *_: 1 / 0
 
 
-FAULTS = {each.__name__: each for each in (healthy, sick, apart, absent, stopped, hanging, failing)}
+def broken(rank: int, folder: Path) -> None:
+    """All ranks fail."""
+    rates.measure_rank = lambda *_: 1 / 0
+
+
+FAULTS = (healthy, sick, apart, absent, stopped, hanging, failing, broken)
+FAULTS = {each.__name__: each for each in FAULTS}
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], sys.argv[3:])
