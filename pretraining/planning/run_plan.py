@@ -3,14 +3,14 @@
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
 from pretraining.planning.gpus import Gpu
-from pretraining.planning.memory.states import ModelState, checkpoint_bytes, state_of
+from pretraining.planning.memory.states import checkpoint_bytes, state_of
 from pretraining.planning.setup import FP32, Setup
-from pretraining.planning.sizes import ModelSize, model_size
+from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import num_unique_tokens
 from pretraining.runtime.run_folder import RunFolder
@@ -81,25 +81,8 @@ def _is_rank_0() -> bool:
 class RunPlan:
     """Values that follow from a recipe, a ds_config and a number of ranks, without running anything."""
 
-    name: str
-    deepspeed: str | None
-    zero_stage: int | None
-    """None without DeepSpeed."""
-    size: ModelSize
-    tokens: int
-    tokens_per_step: int
-    steps: int
-    ramp_steps: int
-    """Number of first steps that have fewer tokens."""
-    sequence_length: int
-    world_size: int
-    micro_batch: int
-    """Sequences per rank and forward pass."""
+    setup: Setup
     accumulation_steps: int
-    training_flops: int
-    """Forward and backward FLOPs of the whole run, recomputation not counted."""
-    model_state: ModelState
-    """Bytes per rank."""
     checkpoint_bytes: int
     checkpoints_kept: int
     """Resumable checkpoints on disk once the run is over."""
@@ -111,7 +94,6 @@ class RunPlan:
     """Tokens that are read at least once: what has to be prepared for training."""
     data_bytes: int
     """Bytes of the token shards that the run reads, if it reads each token once."""
-    setup: Setup | None = None
     machine: Machine | None = None
     """Machine on which the run is; None for a plan on paper."""
     verdict: Verdict | None = None
@@ -124,8 +106,17 @@ class RunPlan:
         return self.setup.ds_config
 
     @property
+    def world_size(self) -> int:
+        return self.setup.world_size
+
+    @property
     def degrees(self) -> Degrees:
         return self.setup.degrees
+
+    @property
+    def zero_stage(self) -> int | None:
+        # the stage without DeepSpeed is 0, but here it differs from stage 0
+        return self.setup.stage if self.ds_config else None
 
     @property
     def layout(self) -> dict:
@@ -135,12 +126,12 @@ class RunPlan:
 
     @property
     def parameters(self) -> int:
-        return self.size.total
+        return self.setup.parameters
 
     @property
     def tokens_per_parameter(self) -> float:
         """Training tokens per parameter; about 20 is compute-optimal (Hoffmann et al. 2022)."""
-        return self.tokens / self.size.total
+        return self.setup.tokens / self.parameters
 
     @property
     def checkpoint_disk_bytes(self) -> int:
@@ -172,18 +163,34 @@ class RunPlan:
 
     def to_dict(self) -> dict:
         """Return the plan as plain JSON values, derived ones included."""
-        # asdict copies everything: what is removed below is emptied before
-        values = asdict(replace(self, setup=None, machine=None, verdict=None))
-        for name in ("setup", "machine", "verdict"):  # they have files and events of their own
-            del values[name]
+        setup, recipe = self.setup, self.setup.recipe
+        saved = ("checkpoint_bytes", "checkpoints_kept", "weights_kept", "export_bytes", "unique_tokens")
         derived = ("parameters", "tokens_per_parameter", "checkpoint_disk_bytes", "disk", "disk_bytes")
-        values |= {name: getattr(self, name) for name in derived}
-        return values | {"model_state": self.model_state.to_dict()}
+        return {
+            "name": recipe.name,
+            "deepspeed": recipe.deepspeed,
+            "zero_stage": self.zero_stage,
+            "size": asdict(model_size(recipe.model)),
+            "tokens": recipe.num_tokens,
+            "tokens_per_step": recipe.tokens_per_step,
+            "steps": recipe.num_steps,
+            # number of first steps that have fewer tokens
+            "ramp_steps": recipe.step_sizes.ramp_steps,
+            "sequence_length": recipe.sequence_length,
+            "world_size": self.world_size,
+            "micro_batch": recipe.micro_batch,
+            "accumulation_steps": self.accumulation_steps,
+            # forward and backward, recomputation not counted
+            "training_flops": recipe.num_tokens * setup.flops.training,
+            # bytes per rank
+            "model_state": state_of(setup).to_dict(),
+            **{name: getattr(self, name) for name in (*saved, "data_bytes", "predicted", *derived)},
+        }
 
 
 def build_run_plan(setup: Setup) -> RunPlan:
     """Derive the plan of a recipe on so many ranks; `UserError` if they do not divide the tokens per step."""
-    recipe, ds_config, size = setup.recipe, setup.ds_config, model_size(setup.recipe.model)
+    recipe = setup.recipe
     unique = num_unique_tokens(recipe.data, recipe.num_samples, recipe.sequence_length)
     every, rule, width = save_every(recipe), recipe.checkpoints, setup.precision.weights
     kept = written = checkpoints_written(recipe)
@@ -193,27 +200,13 @@ def build_run_plan(setup: Setup) -> RunPlan:
         # one checkpoint may be both the best and the newest: an upper bound
         kept = min(rule.keep_last + rule.keep_best + for_ever, written)
     return RunPlan(
-        name=recipe.name,
-        deepspeed=recipe.deepspeed,
-        # `zero_stage(None)` is 0, but here a run without DeepSpeed differs from stage 0
-        zero_stage=setup.stage if ds_config else None,
-        setup=setup,
-        size=size,
-        tokens=recipe.num_tokens,
-        tokens_per_step=recipe.tokens_per_step,
-        steps=recipe.num_steps,
-        ramp_steps=recipe.step_sizes.ramp_steps,
-        sequence_length=recipe.sequence_length,
-        world_size=setup.world_size,
-        micro_batch=recipe.micro_batch,
+        setup,
         accumulation_steps=setup.accumulation,
-        training_flops=recipe.num_tokens * setup.flops.training,
-        model_state=state_of(setup),
         checkpoint_bytes=checkpoint_bytes(recipe, width),
         checkpoints_kept=kept,
         # every checkpoint that is not kept whole
         weights_kept=written - kept if rule.demote_to_weights else 0,
-        export_bytes=width * size.total + (FP32 - width) * sum(tensor.numel for tensor in setup.wide),
+        export_bytes=width * setup.parameters + (FP32 - width) * sum(tensor.numel for tensor in setup.wide),
         unique_tokens=unique,
         # of a token in its shard
         data_bytes=unique * (2 if recipe.model.vocab_size <= 2**16 else 4),

@@ -29,7 +29,6 @@ from pretraining.planning.shapes import count_model, family_of
 from pretraining.planning.sizes import fp8_tensors, frozen_tensors
 from pretraining.recipe import Recipe
 from pretraining.recipe.fixed_keys import differs_from_published
-from pretraining.recipe.model import value_of
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.exit_codes import USER_ERROR
 from pretraining.runtime.table import Column, facts, write_table
@@ -91,7 +90,7 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
     published = recipe.published.to_dict()
     if differs := differs_from_published(recipe.to_dict()):
         published["not_comparable"] = differs
-    size, width = plan.size, value_of(recipe.model, "hidden_size")
+    size, width = setup.size, recipe.model.hidden_size
     model = f"{size.total:,} parameters{_parts_words(plan)}: {recipe.model['model_type']}, "
     model += f"{size.num_layers} layers of width {width:,}"
     if size.counted:
@@ -106,7 +105,7 @@ def full_plan(setup: Setup, gpu: Gpu | None, nodes: int | None = None) -> dict:
         "predicted": predicted(setup, gpu, gpu_memory=there),
         "model": model,
         "published": published,
-        "loss": loss_words(recipe, plan.training_flops),
+        "loss": loss_words(recipe, recipe.num_tokens * setup.flops.training),
         "layout": {name: size for name, size in degrees.items() if size > 1},
         "precision": precision,
         "keep_in_fp32": recipe.weights.keep_in_fp32,
@@ -139,7 +138,7 @@ def fewest_ranks(ds_config: dict | None) -> int:
 
 def _parts_words(plan: RunPlan) -> str:
     """Write how many of the parameters a token passes, in a mixture of experts, and how many are frozen."""
-    size = plan.size
+    size = plan.setup.size
     active = f", {short(size.active)} of them for each token" if size.active < size.total else ""
     frozen = sum(tensor.numel for tensor in frozen_tensors(plan.setup.recipe))
     return active + (f", {frozen:,} frozen" if frozen else "")
@@ -178,13 +177,13 @@ def in_short(answer: dict) -> str:
 
 def run_line(plan: RunPlan, folder: str, device: str) -> str:
     """Describe a run in one line. folder, device: as they are shown."""
-    recipe, sharding = plan.setup.recipe, plan.deepspeed or "without DeepSpeed"
+    recipe, sharding = plan.setup.recipe, plan.setup.recipe.deepspeed or "without DeepSpeed"
     # a file of the user's own need not be called after its stage
     if plan.zero_stage is not None and f"zero{plan.zero_stage}" not in sharding:
         sharding += f" (zero{plan.zero_stage})"
     size = f"{recipe.model.model_type} of {plan.parameters:,} parameters{_parts_words(plan)}"
     ranks = f"{several(plan.world_size, 'rank')} on {device}, {sharding}, {recipe.training.product_precision}"
-    return f"{recipe.name} in {folder}: {size}, {ranks}, {plan.steps:,} steps, {plan.tokens:,} tokens"
+    return f"{recipe.name} in {folder}: {size}, {ranks}, {recipe.num_steps:,} steps, {recipe.num_tokens:,} tokens"
 
 
 def plan_line(plan: RunPlan, left: float = 1.0) -> str:

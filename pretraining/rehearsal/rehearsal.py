@@ -188,7 +188,7 @@ class Rehearsal:
         there = f" of {num_bytes(gpu.memory_bytes)}" if gpu else ""
         memory = f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most"
         disk = f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
-        return f"{memory}; {plan.steps:,} steps; {disk}"
+        return f"{memory}; {plan.setup.recipe.num_steps:,} steps; {disk}"
 
     def _run_folder(self, part: RehearsedPart) -> str:
         if self.is_elsewhere:

@@ -258,4 +258,4 @@ def test_plan_counts_only_what_is_prepared():
     recipe = load_recipe("124m", ["data.sources.0.max_tokens=1000000000"])
     plan = build_run_plan(Setup(recipe, None))
     assert plan.unique_tokens == 10**9 and plan.disk["token shards"] == 2 * 10**9
-    assert plan.tokens == recipe.num_tokens
+    assert plan.setup.tokens == recipe.num_tokens

@@ -163,13 +163,16 @@ def test_every_recipe_has_a_plan_on_one_screen(name):
     # on as many ranks as its layout needs
     case = setup(name, 8 if name in ("moe-30b-a3b", "llama-405b") else 2)
     plan = build_run_plan(case)
-    assert plan.steps * plan.tokens_per_step == plan.tokens
-    batch = plan.world_size // case.degrees.ranks_per_sample * plan.micro_batch * plan.sequence_length
-    assert plan.accumulation_steps * batch == plan.tokens_per_step
+    values = plan.to_dict()
+    assert values["steps"] * values["tokens_per_step"] == values["tokens"]
+    batch = (
+        plan.world_size // case.degrees.ranks_per_sample * values["micro_batch"] * values["sequence_length"]
+    )
+    assert plan.accumulation_steps * batch == values["tokens_per_step"]
     for gpu in (None, H200):
         answer = full_plan(case, gpu)
         text = as_text(answer)
-        assert f"{plan.parameters:,}" in text and f"{plan.steps:,}" in text
+        assert f"{plan.parameters:,}" in text and f"{values['steps']:,}" in text
         # split work has rows of its own: the layout and the messages of three kinds
         most = 44 if case.degrees.ranks_per_sample > 1 or case.degrees.expert > 1 else 40
         # how a class of one's own is counted, rates that no table has, and what to expect of them
@@ -279,7 +282,7 @@ def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
     assert plan.disk == {
         "checkpoints kept": 2 * plan.checkpoint_bytes,
         "one being written": plan.checkpoint_bytes,
-        "token shards": 2 * plan.tokens,
+        "token shards": 2 * plan.setup.tokens,
         "export": weights,
     }
     demoted = build_run_plan(setup("features/gpt2", 2, "checkpoints.demote_to_weights=true"))
