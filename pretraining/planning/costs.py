@@ -147,7 +147,6 @@ def write_words(saved: dict) -> str:
     return f", {duration(saved['write_seconds'])} to write ({rate})"
 
 
-NOT_COUNTED = "without validation, saving and restarts"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
@@ -293,7 +292,6 @@ class CostVerb:
 
     def as_text(self, answer: dict) -> str:
         cost, step = answer["cost"], answer["step"]
-        rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
         size = f"{short(answer['parameters'])} parameters"
         # a workload given by --parameters is named after its size
         name = answer["name"] if answer["name"] == size else f"{answer['name']}, {size}"
@@ -301,11 +299,7 @@ class CostVerb:
             ("run", f"{name} on {short(answer['tokens'])} tokens"),
             ("training FLOPs", f"{answer['flops']:.3e}"),
             ("GPUs", f"{answer['num_gpus']:,} x {answer['gpu']}, {answer['precision']}"),
-            ("MFU", mfu_words(answer)),
-            *expected_rows(answer),
-            ("throughput", f"{rate:,.0f} tokens/s, {each:,.0f} a GPU"),
-            ("time", f"{duration(answer['seconds'])}, {estimated(answer, '{}, ')}{NOT_COUNTED}"),
-            *scaling_rows(answer["scaling"]),
+            *time_rows(answer),
             ("GPU-hours", hours(cost["gpu_hours"]) + expected_word(answer)),
             ("energy", energy_words(cost)),
         ]
@@ -325,10 +319,9 @@ class CostVerb:
         if seconds > products:
             links = f"more than the products' {duration(products)}: larger micro-batches with less accumulation, hpZ "
             links += "or model parallelism would help"
-        sent = f"{num_bytes(step['sent_bytes_per_gpu'])}, {duration(seconds)} at the links' peak, {links}"
         rows += [
-            ("step", f"{duration(step['seconds'])}, bound by {time['bound_by']}"),
-            ("sent per GPU and step", sent),
+            ("step", step_words(step)),
+            ("messages", f"{duration(seconds)} at the links' peak, {links}"),
             ("data loaders", f"{num_bytes(step['loader_bytes_per_second'])}/s for all ranks"),
         ]
         if saved:
@@ -348,13 +341,31 @@ def energy_words(cost: dict) -> str:
     return f"{energy(cost['energy_kwh'])}: {overhead}, for cooling and the rest (PUE)"
 
 
-def mfu_words(answer: dict) -> str:
+def step_words(step: dict) -> str:
+    sent = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
+    return f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {sent}"
+
+
+def time_rows(answer: dict, fits: bool = True) -> list[tuple[str, str]]:
+    """Write how long a run takes, and the MFU that this follows from; what to expect, if it fits."""
+    rate, each = answer["tokens_per_second"], answer["tokens_per_second_per_gpu"]
+    time = f"{duration(answer['seconds'])} at {rate:,.0f} tokens/s ({each:,.0f} a GPU), "
+    rows = [("time", f"{time}{estimated(answer, 'estimated, ')}without validation, saving and restarts")]
+    # what is assumed about several nodes
+    if scaling := answer["scaling"]:
+        rows.append(("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}"))
     used = answer["utilization"]
-    # the same in whole percent: a second number would say nothing new
-    if f"{used['mfu']:.0%}" == f"{answer['mfu']:.0%}":
-        return f"{answer['mfu']:.0%} ({used['source']})"
+    reached, of_kernels = f"{answer['mfu']:.0%}", f"{used['mfu']:.0%} ({used['source']})"
     less = "less recomputation, messages, offload and launches"
-    return f"{answer['mfu']:.0%}: {used['mfu']:.0%} ({used['source']}) {less}"
+    # the same in whole percent: a second number would say nothing new
+    is_same = of_kernels.startswith(f"{reached} ")
+    rows.append(("MFU", of_kernels if is_same else f"{reached}: {of_kernels} {less}"))
+    # beside an estimate that has one rate for all shapes
+    if fits and (expected := answer["expected"]):
+        cost = least_dollars(answer["cost"])
+        time = duration(answer["expected_seconds"]) + ("" if cost is None else f", {dollars(cost)}")
+        rows.append(("expected", f"MFU {expected['mfu']:.0%}: {time}, by {expected['source']}"))
+    return rows
 
 
 def expected_word(answer: dict) -> str:
@@ -365,22 +376,6 @@ def expected_word(answer: dict) -> str:
 def least_dollars(cost: dict) -> float | None:
     """Return what a run costs at the cheapest known price; None without one."""
     return min((price["dollars"] for price in cost["prices"]), default=None)
-
-
-def expected_rows(answer: dict) -> list[tuple[str, str]]:
-    """Write what to expect beside an estimate that has one rate for all shapes."""
-    if not (expected := answer["expected"]):
-        return []
-    cost = least_dollars(answer["cost"])
-    time = duration(answer["expected_seconds"]) + ("" if cost is None else f", {dollars(cost)}")
-    return [("expected", f"MFU {expected['mfu']:.0%}: {time}, by {expected['source']}")]
-
-
-def scaling_rows(scaling: dict | None) -> list[tuple[str, str]]:
-    """Write what is assumed about several nodes; nothing for one node."""
-    if scaling is None:
-        return []
-    return [("scaling", f"{several(scaling['nodes'], 'node')}, {scaling['assumption']}")]
 
 
 def disk_words(disk: dict[str, int], checkpoints_kept: int) -> str:

@@ -321,10 +321,6 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
         ask = "give --gpu NAME; `python -m pretraining.planning gpus` lists those known"
         return [("time, money", ask), ("disk", disk), ("data", read)]
     step, cost = speed["step"], speed["cost"]
-    each = speed["tokens_per_second_per_gpu"]
-    links = f"{num_bytes(step['sent_bytes_per_gpu'])} sent by each GPU"
-    time = f"{duration(speed['seconds'])} at {speed['tokens_per_second']:,.0f} tokens/s ({each:,.0f} a GPU), "
-    time += costs.estimated(speed, "estimated, ")
     if saved := step["checkpoints"]:
         disk += f"; a checkpoint every {duration(saved['every_seconds'])}{costs.write_words(saved)}"
     # where the time of a micro-batch goes, the largest part first; less than half a percent would be written as 0 %
@@ -350,13 +346,10 @@ def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     unknown = "; no price known: add yours to pretraining/planning/tables/prices.json"
     money += f": {', '.join(prices)}" if prices else unknown
     return [
-        ("time", f"{time}{costs.NOT_COUNTED}"),
-        *costs.scaling_rows(speed["scaling"]),
-        ("MFU", costs.mfu_words(speed)),
-        *(costs.expected_rows(speed) if fits else []),
+        *costs.time_rows(speed, fits),
         ("kernels", ", ".join(kernels)),
         ("", KERNELS),
-        ("step", f"{duration(step['seconds'])}, bound by {step['time']['bound_by']}; {links}"),
+        ("step", costs.step_words(step)),
         *([("messages", "; ".join(messages))] if answer["layout"] else []),
         ("money", money),
         ("energy", costs.energy_words(cost)),
