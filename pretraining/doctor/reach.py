@@ -23,7 +23,7 @@ from pretraining.data.text_files import list_files
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch, trackers_of
 from pretraining.errors import UserError, reason_of, require
-from pretraining.outside.addresses import is_remote
+from pretraining.outside.addresses import hub_repository, is_remote
 from pretraining.outside.masking import masked
 from pretraining.planning.quantities import several
 from pretraining.recipe.data import TextOrigin
@@ -191,11 +191,10 @@ def _of_source(source: TextOrigin) -> tuple[str, Callable[[], Finding]]:
     name, path = source.dataset, source.path
     if name and not Path(name).exists():
         return name, partial(_repository, "data", "dataset", name)
-    if path and path.startswith("hf://"):  # hf://datasets/owner/name@revision/folder, hf://owner/name/file
-        parts = path.removeprefix("hf://").split("/")
-        kind = parts.pop(0).removesuffix("s") if parts[0] in ("datasets", "spaces") else "model"
-        repository = "/".join(parts[:2]).partition("@")[0]
-        return repository, partial(_repository, "data", kind, repository)
+    if path and (repository := hub_repository(path)):
+        *kinds, owner, title = repository.split("/")
+        kind = kinds[0].removesuffix("s") if kinds else "model"
+        return f"{owner}/{title}", partial(_repository, "data", kind, f"{owner}/{title}")
 
     def count_files() -> Finding:  # of this machine, or of a store that fsspec reaches
         here = f"{name or source.called}: on this machine"
@@ -297,9 +296,9 @@ def _upload(address: str) -> Finding:
     fsspec = require("fsspec", "checkpoints.upload")
     try:
         system, path = fsspec.core.url_to_fs(address)
-        if address.startswith("hf://"):
+        if repository := hub_repository(address):
             # read only: on the hub each write is a commit, which would stay
-            system.ls("/".join(path.split("/")[:3]))
+            system.ls(repository)
             what = f"{address}: can be read; whether it can be written, the run will try"
             return Finding("upload", FINE, what)
         if not is_remote(address):  # stores make folders by themselves

@@ -14,6 +14,18 @@ def is_remote(address: object) -> bool:
     return isinstance(address, str) and "://" in address
 
 
+def hub_repository(address: str) -> str | None:
+    """Return the hub's repository in an address, such as `datasets/owner/name`; None for other addresses.
+
+    Each write to it is a commit, which stays. Buckets (`hf://buckets/...`) have no commits.
+    """
+    if not address.startswith("hf://") or address.startswith("hf://buckets/"):
+        return None
+    # hf://datasets/owner/name@revision/folder, hf://owner/name/file
+    parts = address.removeprefix("hf://").partition("@")[0].split("/")
+    return "/".join(parts[: 3 if parts[0] in ("datasets", "spaces") else 2])
+
+
 def refuse_credentials(value: object, where: str, key: str = "") -> None:
     """Raise `UserError` if a text of a JSON value holds a password, a signature or a token, and do not repeat it.
 

@@ -32,7 +32,8 @@ from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.streaming.remote_data import StreamedSplit
 from pretraining.data.tokenizer import refuse_missing_folder
-from pretraining.errors import UserError, fault_in_user_code, file_error
+from pretraining.errors import UserError, fault_in_user_code, file_error, require
+from pretraining.outside.addresses import hub_repository
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need
@@ -219,18 +220,22 @@ class Rehearsal:
                 why = f"unless all nodes share the disk of {self.run.path}, a lost node takes its part of every "
                 part.notes.append(f"{why}checkpoint along: --set checkpoints.upload=s3://bucket/runs")
             return "none (checkpoints.upload)"
-        # beside the run's own files, so that nothing of it is touched
-        store = RemoteRun(address, f"{self.run.path.name}.rehearsal").at_first_contact()
-        began, content = time.perf_counter(), os.urandom(PROBE_BYTES)
-        store.write_bytes("probe", content)
+        store = RemoteRun(address).at_first_contact()
+        if repository := hub_repository(address):
+            # read only: on the hub each write is a commit, which would stay
+            system, _ = require("fsspec", "checkpoints.upload").core.url_to_fs(address)
+            store.patience.ask(partial(system.ls, repository), address)
+            return f"{address}: can be read; whether it can be written, the run will try"
+        # beside the run's folder, so that nothing of it is touched and nothing stays
+        probe = f".{self.run.path.name}.rehearsal"
+        began, content, where = time.perf_counter(), os.urandom(PROBE_BYTES), store.where(probe)
+        store.write_bytes(probe, content)
         written = time.perf_counter() - began
-        found = store.read_if_there("probe")
+        found = store.read_if_there(probe)
         read = time.perf_counter() - began - written
-        store.remove("probe")
+        store.remove(probe)
         if found != content:
-            what = "what was written was not read back; check checkpoints.upload"
-            raise UserError(f"{store.where('probe')}: {what}")
-        where = store.where("")[:-1]
+            raise UserError(f"{where}: what was written was not read back; check checkpoints.upload")
         return f"{where}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"
 
     def _data(self, open_data: Callable[..., PreparedData], part: RehearsedPart) -> str:

@@ -20,6 +20,7 @@ from pretraining.doctor import gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
 from pretraining.doctor.launch import Launch, check_earlier_start, needs_of, plan_launch
 from pretraining.errors import UserError
+from pretraining.outside.addresses import hub_repository
 from pretraining.planning.costs import forecast, write_words
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
 from pretraining.planning.memory.need import memory_need
@@ -633,6 +634,11 @@ def test_what_an_upload_needs_is_tried(tmp_path):
     (tmp_path / "file").touch()
     finding = reach._upload(str(tmp_path / "file" / "kept"))
     assert finding.verdict == BREAKS and "credentials" in finding.remedy
+    assert [hub_repository(f"hf://{each}") for each in ("a/b/runs", "datasets/a/b@c/d", "buckets/a/b/c")] == [
+        "a/b",
+        "datasets/a/b",
+        None,
+    ]
 
 
 def test_packages_are_asked_for_by_the_key_that_needs_them():

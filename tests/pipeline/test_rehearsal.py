@@ -238,6 +238,18 @@ def test_nodes_without_a_store_are_warned_of(workshop, tmp_path, without_ranks, 
     for settings, warned in (([], True), ([f"checkpoints.upload={tmp_path / 'store'}"], False)):
         rehearsed(workshop, tmp_path, settings=settings)
         assert ("note: unless all nodes share the disk of" in capsys.readouterr().out) == warned
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_a_repository_of_the_hub_is_only_read(workshop, tmp_path, without_ranks, monkeypatch, capsys):
+    """Each write there is a commit, which stays."""
+    looked = []
+    hub = fsspec.get_filesystem_class("hf")
+    monkeypatch.setattr(hub, "ls", lambda self, path, *_, **__: looked.append(path))
+    monkeypatch.setattr(hub, "open", lambda *_, **__: pytest.fail("it was written to"))
+    rehearsed(workshop, tmp_path, settings=["checkpoints.upload=hf://datasets/owner/name@main/runs"])
+    assert looked == ["datasets/owner/name"]
+    assert "hf://datasets/owner/name@main/runs: can be read; whether" in capsys.readouterr().out
 
 
 def test_data_and_disk_of_another_machine_may_be_missing(workshop, tmp_path, without_ranks, capsys):
