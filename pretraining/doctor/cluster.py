@@ -361,17 +361,15 @@ def rounds_of(nodes: list[list[int]]) -> list[list[Pair]]:
 
 
 def tournament(players: int) -> list[list[Pair]]:
-    """Plan rounds in which each player meets every other once: one stays, the others move by one place."""
-    # The circle method of round-robin tournaments; who faces None has a pause.
-    places: list[int | None] = [*range(players)]
-    if players % 2:
-        places.append(None)
+    """Plan rounds in which every two of so many players meet once, and nobody twice in a round."""
+    # of an odd number those meet whose numbers add up to that of the round; who would face itself pauses, or meets the
+    # last of an even number
+    odd = players - 1 if players % 2 == 0 else players
     rounds = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        facing = zip(places[:half], reversed(places[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None])
-        places = [places[0], places[-1], *places[1:-1]]
+    for number in range(odd):
+        facing = [(player, (number - player) % odd) for player in range(odd)]
+        alone = [(one, odd) for one, other in facing if one == other and odd < players]
+        rounds.append([(one, other) for one, other in facing if one < other] + alone)
     return rounds
 
 

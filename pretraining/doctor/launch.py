@@ -160,7 +160,7 @@ def check_fit(launch: Launch) -> list[Finding]:
         trains_on_processor=not gpus.found,
         continues=launch.continues,
     )
-    verdict = check_plan(Setup(recipe, launch.ds_config, launch.world_size), machine)
+    verdict = check_plan(launch.plan.setup, machine)
     findings = [Finding("plan", BREAKS, each.what, each.remedy) for each in verdict.refusals]
     if not findings:  # one line says that it fits, unless it is refused
         ranks = several(launch.world_size, "GPU" if gpus.found else "rank")

@@ -16,7 +16,6 @@ from pretraining.planning.costs import forecast
 from pretraining.planning.gate import check_plan
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine
-from pretraining.planning.setup import Setup
 from pretraining.runtime import host
 from pretraining.runtime.durable_files import sync_to_disk
 
@@ -224,8 +223,7 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
         needed = num_bytes(launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes)
         disk = Finding("disk", FINE, f"{free} free, {needed} for checkpoints and export")
         found = Machine(disk_room_bytes=host.disk_room_bytes(launch.run_folder, launch.continues))
-        setup = Setup(launch.recipe, launch.ds_config, launch.world_size)
-        for refusal in check_plan(setup, found).refusals[:1]:
+        for refusal in check_plan(launch.plan.setup, found).refusals[:1]:
             disk = Finding("disk", BREAKS, refusal.what, refusal.remedy, where=str(folder))
     yield disk
     status = os.statvfs(folder)
@@ -240,7 +238,7 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
         seconds, every, gpu = launch.plan.checkpoint_bytes / speed, None, launch.gpus.known
         # training between two checkpoints; None if this machine's speed is not known
         if gpu and launch.recipe.training.product_precision in gpu.dense_peak_flops:
-            saved = forecast(setup, gpu)["step"]["checkpoints"]
+            saved = forecast(launch.plan.setup, gpu)["step"]["checkpoints"]
             every = saved and saved["every_seconds"]
         what += f": {duration(seconds)} for a checkpoint of {num_bytes(launch.plan.checkpoint_bytes)}"
         what += "" if every is None else f" every {duration(every)}"

@@ -41,18 +41,8 @@ PRECISIONS = {
     "fp32": (torch.float32, False),
 }
 """Name -> (type of the weights, whether products cast their inputs to 16 bit)."""
-IN_FP32 = {
-    "softmax",
-    "log_softmax",
-    "layer_norm",
-    "pow",
-    "rsqrt",
-    "exp",
-    "softplus",
-    "cumsum",
-    "prod",
-    "norm",
-}
+IN_FP32 = {"softmax", "log_softmax", "layer_norm", "pow", "rsqrt", "exp"}
+IN_FP32 |= {"softplus", "cumsum", "prod", "norm"}
 """What autocast computes in fp32 on a GPU, and not on a processor."""
 OUTSIDE, LOGITS = "outside", "logits"
 
