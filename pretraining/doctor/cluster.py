@@ -147,12 +147,12 @@ class Examination:
         # a name that all agree on: rank 0's
         token = self.call.gather("token", uuid.uuid4().hex[:8])[0]
         probed = shared.ProbedFolder(self.launch.run_folder, self.rank, token)
-        upload, saved = self.recipe and self.recipe.checkpoints.upload, self.launch.plan
+        upload, plan = self.recipe and self.recipe.checkpoints.upload, self.launch.plan
         size = shared.BYTES_ON_GPU_MACHINES if self.on_gpu else shared.BYTES_ELSEWHERE
         in_folder = partial(self._step, remedy="--output_dir FOLDER, another one")
         look = partial(in_folder, shared.RUN_FOLDER, seconds=shared.LOOK_SECONDS + 5)
         judge_looks = partial(shared.judge_run_folder, probed.folder, upload)
-        judge_speed = partial(shared.judge_disk, saved and saved.checkpoint_bytes)
+        judge_speed = partial(shared.judge_disk, plan and plan.checkpoint_bytes)
         try:
             fine = look(probed.leave_token) == FINE
             fine = fine and look(lambda: probed.look_for(self.size), judge_looks) == FINE
