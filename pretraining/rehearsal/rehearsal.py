@@ -224,7 +224,7 @@ class Rehearsal:
         if repository := hub_repository(address):
             # read only: on the hub each write is a commit, which would stay
             system, _ = require("fsspec", "checkpoints.upload").core.url_to_fs(address)
-            store.patience.ask(partial(system.ls, repository), address)
+            store.ask(partial(system.ls, repository), "")
             return f"{address}: can be read; whether it can be written, the run will try"
         # beside the run's folder, so that nothing of it is touched and nothing stays
         probe = f".{self.run.path.name}.rehearsal"
