@@ -34,6 +34,7 @@ from pretraining.checkpoints.shard_files import (
 )
 from pretraining.errors import UserError
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run, load_pretrained
+from pretraining.planning.quantities import several
 from pretraining.recipe.optimizer import AVERAGE
 from pretraining.recipe.training import AVERAGING, Z
 from pretraining.runtime.durable_files import one_line_disk_errors, replacing_folder, sync_to_disk
@@ -288,7 +289,8 @@ Fingerprint of the tokens: `{data["fingerprint"]}`.
 
 ## Training
 
-{start}{environment["world_size"]} process(es) on {environment["device"]}; git commit `{environment["git_commit"]}`.
+{start}{several(environment["world_size"], "rank")} on {environment["device"]};
+git commit `{environment["git_commit"]}`.
 {versions}.
 
 Recipe:

@@ -214,7 +214,8 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
         try:
             rows = [(f"line {number}", row) for number, row in islice(json_lines(Path(source)), limit)]
         except (OSError, EOFError, ValueError, zlib.error) as error:
-            what = f"{source}: cannot be read ({error}); fetch it again"
+            remedy = "check the path" if isinstance(error, FileNotFoundError) else "fetch it again"
+            what = f"{source}: cannot be read ({reason_of(error)}); {remedy}"
             raise UserError(f"evaluation.hellaswag: {what}") from error
     else:
         import datasets
