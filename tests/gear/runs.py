@@ -57,7 +57,7 @@ SMALL_RECIPE = {
         "attn_pdrop": 0.0,
         "use_cache": False,
     },
-    "data": {"name": "corpus", "tokenizer": {"train_vocab_size": 512}, "validation_share": 0.1},
+    "data": {"name": "corpus", "tokenizer": {"train_vocab_size": 512}, "validation_share": 0.04},
     "budget": {"tokens": 5120, "tokens_per_step": 512},
     "training": {
         "learning_rate": 0.01,
