@@ -21,6 +21,7 @@ OWN = {
     "zaya": {"num_experts_per_tok": 1},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
 }
 """Keys that must fit the shape and have no common name."""

@@ -5,6 +5,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -253,10 +254,17 @@ def run_flow(workshop: Workshop, words: list[str]) -> None:
     """`pyflyte run FILE WORKFLOW`: flytekit reads it and knows every option; test_flows.py runs it for real."""
     pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")
     place = words.index("flows/pretrain.py")
-    pyflyte = ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte", "run"]
-    shown = execute([*pyflyte, *words[place : place + 2], "--help"])
+    shown = help_of_flow(*words[place : place + 2])
     options = {word for word in words[place + 2 :] if word.startswith("--")}
     assert shown.code == 0 and all(option in shown.stdout for option in options), shown.output
+
+
+@cache
+def help_of_flow(file: str, workflow: str) -> Finished:
+    """What flytekit says of a workflow: seconds of imports, for several lines of the pages."""
+    return execute(
+        ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte", "run", file, workflow, "--help"]
+    )
 
 
 def run_ray(workshop: Workshop, words: list[str]) -> None:
@@ -279,7 +287,7 @@ def run_module(workshop: Workshop, words: list[str]) -> None:
 
 def run_pytest(workshop: Workshop, words: list[str]) -> None:
     """`pytest ...`: it finds tests; those that a page chooses run with all others."""
-    found = execute(["python", "-m", *words, "--collect-only"])
+    found = execute(["forked", "0", "-m", *words, "--collect-only"])
     assert found.code == 0 and "tests" in found.stdout, found.output
 
 

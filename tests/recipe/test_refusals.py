@@ -427,23 +427,12 @@ def test_a_remedy_can_be_typed_as_it_stands(typed):
         load_recipe_and_ds_config("features/gpt2", [*settings, *more], other)
 
 
-THROUGH_COMMANDS = (
-    "speed.compile=whole --deepspeed=zero3",
-    "model.attn_implementation=flash_atention_2",
-    "llama model.model_type=gemma2 loss.kind=fused",
-)
-"""What is also tried with the real commands, each of which reads its recipe by the same function."""
-
-
-@pytest.mark.parametrize("typed", THROUGH_COMMANDS)
-def test_plan_preparation_and_training_refuse_with_the_same_line(typed, tmp_path):
-    """Nothing is written by any of them."""
-    settings, options = settings_of(typed)
+def test_plan_preparation_and_training_refuse_with_the_same_line(tmp_path):
+    """Each of the real commands reads its recipe by the same function; nothing is written by any of them."""
     recipe = json.loads((load_recipe("features/gpt2").path).read_text())
     path = tmp_path / "recipe.json"
-    path.write_text(json.dumps({**recipe, "deepspeed": options.get("deepspeed", "zero2")}))
-    words = ["--recipe", path, *(word for each in settings for word in ("--set", each))]
-    words += ["--data_dir", tmp_path / "data"]
+    path.write_text(json.dumps({**recipe, "deepspeed": "zero3"}))
+    words = ["--recipe", path, "--set", "speed.compile=whole", "--data_dir", tmp_path / "data"]
     train = [sys.executable, "train.py", *words, "--output_dir", tmp_path / "run"]
     commands = [train, [*train, "--plan"], [sys.executable, "data_prep.py", *words]]
     lines = {(finished.code, finished.stderr) for finished in map(execute, commands)}
@@ -524,10 +513,10 @@ def test_plan_preparation_and_start_agree_on_random_recipes(workshop):
     Fifteen types of models, all filters. The short version of benchmarks/recipe_fuzz.py.
     """
     kinds = Counter()
-    for settings, stage, planned, wrong in checked_recipes(workshop, 100, _seed()):
+    for settings, stage, planned, wrong in checked_recipes(workshop, 60, _seed()):
         assert not wrong, (settings, stage, wrong)
         kinds[planned.kind] += 1
-    assert min(kinds["ran"], kinds["refused"]) > 12
+    assert min(kinds["ran"], kinds["refused"]) > 7
 
 
 def test_random_recipes_train_or_are_refused_by_the_plan_too(workshop, tmp_path):
