@@ -116,7 +116,7 @@ def bare_map(split: TokenSplit, shard: dict) -> np.ndarray:
 
 
 def measure_remote(folder: Path, options: argparse.Namespace):
-    from tests.gear.object_store import Proxy, connect_to, put, s3_server
+    from tests.gear.object_store import Proxy, connect_to, one_in, put, s3_server
 
     split, entry = write_split(folder / "train", options)
     starts = blocks_starting(split.token_starts, LENGTH, split.num_blocks(LENGTH))
@@ -125,14 +125,11 @@ def measure_remote(folder: Path, options: argparse.Namespace):
         address = stack.enter_context(s3_server(folder / "log"))
         for shard in entry["shards"]:
             put(address, f"bench/train/{shard['file']}", (split.folder / shard["file"]).read_bytes())
-        for label, mistreat in {"sound": None, "fails 1 in 5": one_in_five}.items():
+        stores = {"sound": None, "fails 1 in 5": one_in(5, "error", "drop", "cut", "spoil")}
+        for label, mistreat in stores.items():
             target = stack.enter_context(Proxy(address, mistreat)).address if mistreat else address
             os.environ.update(connect_to(target))
             yield {"store": label, **compare(split, entry, order, folder / label, options)}
-
-
-def one_in_five(number: int, path: str) -> str | None:
-    return ("error", "drop", "cut", "spoil")[number // 5 % 4] if number % 5 == 4 else None
 
 
 def compare(split: TokenSplit, entry: dict, order: GroupedOrder, cache: Path, options) -> dict:

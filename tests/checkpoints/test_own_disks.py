@@ -12,7 +12,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.runtime.durable_files import read_rows
 from tests.gear.disk_ranks import found_by_rank
 from tests.gear.nodes import SLOW, Nodes, two_nodes, wait_until
-from tests.gear.object_store import Proxy, connect_to, newest_committed, s3_server, use_here
+from tests.gear.object_store import Proxy, connect_to, newest_committed, one_in, s3_server, use_here
 from tests.gear.on_ranks import on_ranks
 from tests.gear.runs import Workshop, execute
 
@@ -103,10 +103,6 @@ def nodes(workshop: Workshop, tmp_path: Path) -> Iterator[Nodes]:
         yield made
 
 
-def one_in_ten(number: int, path: str) -> str | None:
-    return ("error", "drop", "cut")[number // 10 % 3] if number % 10 == 9 else None
-
-
 class Gate:
     """Before a store that fails one request in ten: of new checkpoints one passes, so that the run cannot end yet."""
 
@@ -121,7 +117,7 @@ class Gate:
     def __call__(self, number: int, path: str) -> str | None:
         found = re.search(r"(checkpoint-\d+)/", path)
         if self.passed is None or found is None or found[1] in self.passed:
-            return one_in_ten(number, path)
+            return one_in(10, "error", "drop", "cut")(number, path)
         if not self.room:
             return "drop"
         self.room -= 1

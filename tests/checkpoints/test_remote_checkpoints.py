@@ -46,6 +46,7 @@ from tests.gear.object_store import (
     OtherServer,
     Proxy,
     newest_committed,
+    one_in,
     s3_server,
     use_here,
 )
@@ -111,11 +112,6 @@ def events(run: RunFolder) -> list[str]:
     return [row["event"] for row in read_rows(run.events)]
 
 
-def one_in_five(number: int, path: str) -> str | None:
-    """Every fifth request fails: by an answer, or without one."""
-    return ("error", "drop")[number // 5 % 2] if number % 5 == 4 else None
-
-
 def fetched(folder: Path, upload: str, newest_here: int | None = None) -> RunFolder:
     """The run as a machine gets it that had nothing, or this checkpoint alone."""
     run = RunFolder(folder / "empty" / NAME)
@@ -134,7 +130,7 @@ def test_a_store_that_fails_one_request_in_five_gets_all_and_gives_all(
     run, tmp_path, connected, monkeypatch, upload
 ):
     """Two checkpoints up, the newest down again on an empty machine: the same bytes, the marker sent last."""
-    with Proxy(connected, one_in_five) as proxy:
+    with Proxy(connected, one_in(5, "error", "drop")) as proxy:
         use_here(monkeypatch, proxy.address)
         send(run, upload, commit(run, 4), commit(run, 8))
         sent = [line.split()[1] for line in proxy.changes if line.endswith("passed on")]

@@ -18,17 +18,19 @@ from pretraining.runtime.run_folder import unix_seconds
 from tests.gear.chaos import MOMENTS, SETTINGS, Folder, came, ends_as, have_fallen, ranks_of
 from tests.gear.hosts import Hosts
 from tests.gear.nodes import NAMES, Nodes
-from tests.gear.object_store import OTHER_CREDENTIALS, OtherServer, Proxy, connect_to, newest_committed
+from tests.gear.object_store import (
+    OTHER_CREDENTIALS,
+    OtherServer,
+    Proxy,
+    connect_to,
+    newest_committed,
+    one_in,
+)
 from tests.gear.runs import Started, Workshop, send_kill
 
 TARGETS = ("node", "rank", "launcher", "store")
 UPLOAD = "s3://bucket/runs"
 LONGEST_OUTAGE_SECONDS = 3.0
-
-
-def one_in_ten(number: int, path: str) -> str | None:
-    """What becomes of a request: every tenth fails, by an answer, without one, or with half of one."""
-    return ("error", "drop", "cut")[number // 10 % 3] if number % 10 == 9 else None
 
 
 class NodeChaos:
@@ -161,6 +163,7 @@ def _finished(started: dict[str, Started]) -> None:
 @contextmanager
 def node_chaos(workshop: Workshop, folder: Path, made: Hosts, seed: int) -> Iterator[NodeChaos]:
     """The nodes with a store of their own, which this process reaches without the failures."""
-    with OtherServer(folder / "objects") as server, Proxy(server.address, one_in_ten, made.outside) as proxy:
+    fails = one_in(10, "error", "drop", "cut")
+    with OtherServer(folder / "objects") as server, Proxy(server.address, fails, made.outside) as proxy:
         os.environ |= connect_to(server.address, **OTHER_CREDENTIALS)
         yield NodeChaos(workshop, folder, made, server, proxy, seed)

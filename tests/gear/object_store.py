@@ -126,6 +126,13 @@ def use_here(monkeypatch, address: str, **more: str) -> None:
     s3fs.S3FileSystem.clear_instance_cache()
 
 
+def one_in(requests: int, *treatments: str) -> Callable[[int, str], str | None]:
+    """For a `Proxy`: every n-th request is mistreated, in these ways in turn."""
+    return lambda number, path: (
+        treatments[number // requests % len(treatments)] if number % requests == requests - 1 else None
+    )
+
+
 class Proxy(Served):
     """Passes requests on to `target`. `mistreat(number, path)` says what becomes of the n-th GET, PUT, POST or DELETE:
 
