@@ -9,7 +9,7 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.upload import Uploader
 from pretraining.runtime.exit_codes import HANG
 from pretraining.runtime.run_folder import RunFolder
-from tests.gear.object_store import Proxy, connect_to, s3_server, use_here
+from tests.gear.object_store import Proxy, connect_to, s3_server, upload, use_here
 from tests.gear.runs import Run, Started, completed, execute
 
 UPLOAD = ("checkpoints.upload=s3://bucket/runs",)
@@ -80,3 +80,19 @@ def test_the_last_upload_may_take_longer_than_a_hang_as_long_as_it_gets_on(works
     assert finished["slow"].code == 0 and "hang" not in events["slow"], finished["slow"].output
     assert events["slow"]["upload"]["seconds"] > 60 * limit, "the test tests nothing"
     assert finished["stuck"].code == HANG and "hang" in events["stuck"], finished["stuck"].output
+
+
+def test_a_run_from_s3_has_the_losses_of_a_run_from_disk(workshop, tmp_path):
+    """train.py on s3:// through the real command line: equal losses, to the last digit."""
+    plain = workshop.plain()
+    with s3_server(tmp_path / "log") as address:
+        upload(address, workshop.data, "data")
+        command = workshop.command(tmp_path / "run", "null", 1, "plain")
+        command[command.index("--data_dir") + 1] = "s3://bucket/data"
+        cache = ["--data_cache", str(tmp_path / "cache"), "--data_cache_gb", "1"]
+        finished = execute([*command, *cache], **connect_to(address))
+    assert finished.code == 0, finished.output
+    assert not finished.strays
+    losses = [[row.get("train/loss") for row in run.rows] for run in (plain, Run(tmp_path / "run"))]
+    assert losses[0] == losses[1] and len(losses[0]) > 5
+    assert list((tmp_path / "cache").glob("*/*.arrow"))

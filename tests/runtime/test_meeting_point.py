@@ -4,6 +4,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from pretraining.errors import UserError
 from pretraining.meeting_point import MeetingPoint, open_command
+from pretraining.training.ranks import agree_on_name
 from pretraining.upstream import torchrun
 from pretraining.upstream.torchrun import Meeting
 from tests.gear.runs import execute, free_port
@@ -104,3 +106,35 @@ def test_what_is_no_store_is_one_line_at_once():
 def test_a_port_that_is_taken_is_one_line(point):
     with pytest.raises(UserError, match="is taken on this machine; choose another by --port"):
         MeetingPoint(point.store.port)
+
+
+RANKS, TIMEOUT = 4, timedelta(seconds=20)
+
+
+@pytest.fixture
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+
+
+def names_of(server: TCPStore, first_to_come: int) -> set[str]:
+    """What each rank of an attempt takes, of which one comes before all others."""
+
+    def come(rank: int) -> str:
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=TIMEOUT)
+        time.sleep(0 if rank == first_to_come else 0.2)
+        return agree_on_name(client, rank, RANKS, TIMEOUT)
+
+    with ThreadPoolExecutor(RANKS) as threads:
+        return set(threads.map(come, range(RANKS)))
+
+
+def test_every_attempt_has_a_name_of_its_own_on_all_ranks(server):
+    """Whoever comes first: what an earlier attempt left in the store is not taken for this one's."""
+    attempts = [names_of(server, first) for first in range(RANKS)]
+    assert [len(names) for names in attempts] == [1] * RANKS
+    assert len(set.union(*attempts)) == RANKS
+
+
+def test_a_rank_that_does_not_come_is_named(server):
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2, 3\] have not come"):
+        agree_on_name(server, 0, RANKS, timedelta(seconds=0.2))
