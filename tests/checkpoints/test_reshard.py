@@ -1,48 +1,51 @@
 """Promise: a checkpoint of any ZeRO stage on any ranks goes on at any other, with the curve intact."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 
 from pretraining.checkpoints.export import reshard
 from pretraining.checkpoints.folders import damage
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
-from tests.gear.runs import Run, completed, execute
+from tests.gear.runs import Run, completed, execute, way
+from tests.model.test_layouts import LAYERS, MIXTURE, NO_NOISE_SCALE
+from tests.model.test_mup import MUP
+from tests.training.test_curve import column
+from tests.training.test_muon import EVERY_FLAG
+from tests.training.test_schedule_free import SETTINGS as SCHEDULE_FREE
 
-# (saved by stage, ranks; resumed at stage, ranks): shrinking and growing, sharded and not, offloaded and not.
-PAIRS = [
-    ("zero2", 2, "null", 1),
-    ("zero2", 2, "zero2_offload", 2),
-    ("zero3", 2, "zero1", 4),
-    ("zero3", 2, "zero3_offload", 1),
-    ("zero3_hpz:hpz=2", 4, "zero1", 1),
-    ("zero2", 2, "zero3_hpz:hpz=2", 4),
-]
+GOES_ON = {
+    # shrinking and growing, sharded and not, offloaded and not
+    ("zero2", "null"): (),
+    ("zero2", "zero2_offload"): (),
+    ("zero3", "zero1/4"): (),
+    ("zero3", "zero3_offload/1"): (),
+    ("zero3_hpz:hpz=2/4", "zero1/1"): (),
+    ("zero2", "zero3_hpz:hpz=2/4"): (),
+    ("zero2:sequence=2", "zero1/1"): (NO_NOISE_SCALE,),
+    ("null", "zero3:sequence=2/4"): (NO_NOISE_SCALE,),
+    ("zero1_tp2", "null"): LAYERS,
+    ("zero3:tensor=2/4", "zero1_tp2"): LAYERS,
+    ("null", "zero3:tensor=2/4"): LAYERS,
+    ("zero1_tp2", "zero2:sequence=2"): (*LAYERS, NO_NOISE_SCALE),
+    ("zero3:expert=2/4", "null"): MIXTURE,
+    ("null", "zero2:expert=4/4"): MIXTURE,
+    ("zero3:expert=2/4", "zero1:expert=2"): MIXTURE,
+}
+"""{(saved at, resumed at): settings}"""
+OF_OPTIMIZERS = {"Muon": EVERY_FLAG, "schedule-free": SCHEDULE_FREE, "muP": MUP}
+ROWS = {f"{there} to {here}": (there, here, settings) for (there, here), settings in GOES_ON.items()}
+ROWS |= {f"{name}, zero3 to null": ("zero3", "null", settings) for name, settings in OF_OPTIMIZERS.items()}
 
 
-def unfinished(run: Run, folder: Path) -> Path:
-    """A copy of a run as a kill after its checkpoint at 8 of 10 steps would have left it."""
-    shutil.copytree(run.folder, folder)
-    shutil.rmtree(folder / "export")
-    shutil.rmtree(folder / "checkpoint-10")
-    return folder
-
-
-@pytest.mark.parametrize(("stage", "ranks", "to_stage", "to_ranks"), PAIRS)
-def test_any_stage_on_any_ranks_goes_on_at_any_other(workshop, tmp_path, stage, ranks, to_stage, to_ranks):
+@pytest.mark.parametrize("saved_at, resumed_at, settings", ROWS.values(), ids=ROWS)
+def test_any_layout_goes_on_at_any_other(workshop, tmp_path, saved_at, resumed_at, settings):
     """The same command with another stage and other ranks: every later loss within 1e-5 of the unbroken run's."""
-    whole = workshop.run(stage, ranks)
-    folder = unfinished(whole, tmp_path / "run")
-    by = "plain" if to_stage == "null" else "forked"
-    completed(workshop.command(folder, to_stage, to_ranks, by))
-    run = Run(folder)
+    whole = workshop.run(*way(saved_at), settings)
+    run = workshop.continued(whole, tmp_path / "run", *way(resumed_at), settings)
     resume = next(event for event in run.events if event["event"] == "resume")
-    assert (resume["checkpoint"], resume["world_size"]) == ("checkpoint-8", to_ranks)
+    assert (resume["checkpoint"], resume["world_size"]) == ("checkpoint-8", way(resumed_at)[1])
     assert run.losses == pytest.approx(whole.losses, abs=1e-5)
-    rates = [[row["train/learning_rate"] for row in each.training_rows] for each in (run, whole)]
-    assert rates[0] == rates[1]
+    assert column(run, "train/learning_rate") == column(whole, "train/learning_rate")
 
 
 def test_the_command_writes_what_a_run_goes_on_from(workshop, tmp_path):

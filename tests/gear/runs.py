@@ -256,6 +256,12 @@ def launcher(name: str, ranks: int) -> list[str]:
     return [word.format(ranks=ranks) for word in LAUNCHERS[name]]
 
 
+def way(layout: str) -> tuple[str, int, str]:
+    """Stage, ranks and launcher of `zero2` (two ranks), `zero3:tensor=2/4` (four) or `null` (one plain process)."""
+    stage, _, ranks = layout.partition("/")
+    return (stage, 1, "plain") if stage == "null" else (stage, int(ranks or 2), "forked")
+
+
 def on_own_port(words: list[str]) -> list[str]:
     """A launcher's words, made to meet its workers where no other run on this machine does."""
     ports = {

@@ -172,17 +172,6 @@ def test_split_experts_are_a_graph_between_their_products(on_two_ranks, recomput
     assert (whole["graphs"], whole["graph_break"]) == (1, {})
 
 
-WHOLE = ("speed.compile=whole", *BLOCKS[1:])
-RUNS = dict.fromkeys(("zero0", "zero1", "zero2", "zero3", "zero3_offload"), BLOCKS) | {"null": WHOLE}
-
-
-@pytest.mark.parametrize("stage", RUNS)
-def test_a_compiled_run_has_the_plain_curve(workshop, stage):
-    """Promise: the curve belongs to the recipe, not to what is compiled, at any stage on two ranks."""
-    run = workshop.run(stage, settings=RUNS[stage])
-    assert run.losses == pytest.approx(workshop.plain().losses, abs=1e-4)
-
-
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_a_compiled_run_goes_on_without(workshop, tmp_path, stage):
     """In a plain process, from the checkpoint of two ranks; an export has the usual names."""

@@ -22,7 +22,7 @@ from pretraining.training.arguments import collate_blocks
 from tests.data.test_shards import random_documents, write_split
 from tests.gear.runs import FAMILIES, LLAMA, TOKENIZER, completed, execute, made_once
 from tests.training.test_batch_ramp import RAMPED
-from tests.training.test_curve import column, largest_difference
+from tests.training.test_curve import assert_one_curve
 
 LENGTH = 64
 
@@ -154,11 +154,7 @@ def test_ranks_and_stage_do_not_change_the_curve_of_packed_and_masked_documents(
     [start] = [event for event in together.events if event["event"] == "start"]
     assert start["cuts"]["best_fit"]["cropped"] < start["cuts"]["in_sequence"]["cropped"] / 4
     assert f"cut {start['cuts']['best_fit']['cut']:.2%} of the documents" in together.finished.stdout
-    assert largest_difference(alone.losses, together.losses) <= 1e-6
-    assert largest_difference(column(alone, "train/grad_norm"), column(together, "train/grad_norm")) <= 1e-4
-    for ours, theirs in zip(together.validation_rows, alone.validation_rows, strict=True):
-        for key in ("eval/loss", "eval/bits_per_byte"):
-            assert ours[key] == pytest.approx(theirs[key], abs=1e-5)
+    assert_one_curve(together, alone, 1e-6, rel=1e-5)
 
 
 def test_the_evaluation_command_keeps_documents_apart_too(workshop, lines):
@@ -176,7 +172,4 @@ def test_masked_documents_in_steps_that_grow(workshop, lines, stage):
     """Both where gradients are summed in partitions: the losses and validations of one plain process."""
     settings = (*lines, "data.document_masking=true", *RAMPED)
     alone, together = workshop.plain(settings), workshop.run(stage, settings=settings)
-    assert largest_difference(alone.losses, together.losses) <= 1e-5
-    assert column(alone, "train/tokens") == column(together, "train/tokens")
-    for ours, theirs in zip(together.validation_rows, alone.validation_rows, strict=True):
-        assert ours["eval/loss"] == pytest.approx(theirs["eval/loss"], abs=1e-5)
+    assert_one_curve(together, alone, 1e-5)

@@ -136,21 +136,6 @@ def test_what_a_step_changes_does_not_grow_with_the_width(rule, arguments):
     assert standard / narrow > 1.7
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_the_stage_does_not_change_the_curve(workshop, stage):
-    """fp32, two ranks, eight groups of parameters: initial weights and every loss of a plain process."""
-    plain, ours = workshop.plain(MUP).losses, workshop.run(stage, settings=MUP).losses
-    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) <= 1e-5
-    assert max(abs(a - b) for a, b in zip(plain, workshop.plain().losses, strict=True)) > 1e-2
-
-
-def test_a_checkpoint_goes_on_at_another_stage(workshop, tmp_path):
-    """Promise: nothing committed is lost. Saved at stage 3, resumed in one plain process."""
-    whole = workshop.run("zero3", settings=MUP)
-    resumed = workshop.continued(whole, tmp_path / "run", settings=MUP)
-    assert resumed.losses == pytest.approx(whole.losses, abs=1e-5)
-
-
 def test_groups_are_told_with_their_rates(arguments):
     """Every parameter is in one group, at the rate its place asks for."""
     factory, keywords = choose_optimizer(load_recipe("features/gpt2", ["mup.base_width=32"]))

@@ -1,6 +1,5 @@
 """recipes/modern/: the demo's shape. Its tables look back only, into their own document; each size is planned."""
 
-import json
 import re
 
 import pytest
@@ -15,7 +14,6 @@ from pretraining.planning.screen import full_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, load_recipe
 from pretraining.recipe.model import why_not, why_not_apart
-from tests.gear.runs import Workshop
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 SMALL |= {"num_hidden_layers": 3, "max_position_embeddings": 24, "ngram_width": 8}
@@ -76,17 +74,3 @@ def test_its_class_has_what_its_recipes_ask_for():
     model = load_recipe("modern/124m").model
     assert why_not_apart(model, "sdpa") is None and why_not_apart(model, "torch_varlen") is None
     assert not why_not(model, "chunked") and not why_not(model, "compiled")
-
-
-def test_it_trains_the_same_under_zero3(workshop: Workshop):
-    """The demo's recipe and optimizer, cut small: losses of two ranks under ZeRO-3 as those of one plain process."""
-    recipe = load_recipe("tiny")
-    module = str((RECIPES / "modern" / "files" / "modern.py").resolve())
-    small = {"model_type": "modern", **SMALL, "vocab_size": 512, "max_position_embeddings": 64}
-    settings = (
-        f"extensions={json.dumps([module])}",
-        f"model={json.dumps(small)}",
-        f"optimizer={json.dumps(recipe.optimizer.to_dict())}",
-    )
-    split, plain = workshop.run("zero3", settings=settings), workshop.plain(settings)
-    assert split.losses == pytest.approx(plain.losses, abs=1e-4)

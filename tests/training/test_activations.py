@@ -2,7 +2,6 @@
 stage and degree.
 """
 
-import json
 import math
 
 import pytest
@@ -21,10 +20,11 @@ from pretraining.upstream.attention_logits import (
     watch_attention,
 )
 from tests.gear.runs import LLAMA, MODELS, Workshop
+from tests.training.test_curve import SHORT, beginning
 
 STEPS = ("monitors.activations_steps=2", "monitors.noise_scale_steps=null")
 CLIPPED = (*STEPS, "optimizer.qk_clip=0.05")
-LLAMA_SECTION = f"model={json.dumps(LLAMA)}"
+SEEN = ("stability/attention_logit/", "stability/activation/")
 
 
 def by_hand(query, key, scaling, seen) -> torch.Tensor:
@@ -121,33 +121,9 @@ def test_factors_lead_to_the_threshold():
     assert factors(units, largest, 100.0).tolist() == [1.0, 1.0, 1.0, 0.25, 1.0]
 
 
-LAYOUTS = {
-    "zero2, offloaded, recomputed": ("zero2_offload", (), ("training.activation_checkpointing=true",)),
-    "zero3": ("zero3", (), ()),
-    "layers split": ("zero2:tensor=2", (LLAMA_SECTION,), ()),
-    "sequences split": ("zero3:sequence=2", (LLAMA_SECTION,), ()),
-}
-"""{id: (ds_config, settings, those of its own)}"""
-
-
-def signals(run) -> dict[str, float]:
-    return {key: value for row in run.training_rows for key, value in row.items() if is_signal(key)}
-
-
-def is_signal(key: str) -> bool:
-    return key.startswith(("stability/attention_logit/", "stability/activation/"))
-
-
-@pytest.mark.parametrize("stage, settings, own", LAYOUTS.values(), ids=LAYOUTS)
-def test_no_stage_and_no_degree_changes_what_is_seen_and_clipped(workshop: Workshop, stage, settings, own):
-    """Two ranks against a plain process: losses, and the signals of every second step."""
-    settings = (*CLIPPED, *settings)
-    plain, ours = workshop.plain(settings), workshop.run(stage, settings=(*settings, *own))
-    assert max(abs(a - b) for a, b in zip(plain.losses, ours.losses, strict=True)) <= 1e-5
-    expected, found = signals(plain), signals(ours)
-    assert len(found) == 4 and found.keys() == expected.keys()
-    assert found == pytest.approx(expected, rel=1e-3)
-    rows = [row["step"] for row in ours.training_rows if any(map(is_signal, row))]
-    assert rows == [2, 4, 6, 8, 10]
-    if stage == "zero3":  # and it is at work
-        assert signals(workshop.plain(STEPS)) != pytest.approx(expected, rel=1e-3)
+def test_signals_of_a_run_are_there_on_the_steps_asked_for(workshop: Workshop):
+    """The largest logits and activations; without clipping they are others."""
+    clipped, free = workshop.plain((*SHORT, *CLIPPED)), workshop.plain((*SHORT, *STEPS))
+    seen = {row["step"]: beginning(row, SEEN) for row in clipped.training_rows}
+    assert [step for step, signals in seen.items() if signals] == [2, 4] and len(seen[4]) == 4
+    assert beginning(free.training_rows[3], SEEN) != pytest.approx(seen[4], rel=1e-3)

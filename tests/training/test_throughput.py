@@ -352,12 +352,6 @@ def test_workers_keep_a_whole_step_ready(tmp_path, monkeypatch, name, ranks, set
     assert built.dataloader_prefetch_factor == wanted
 
 
-def test_what_is_kept_ready_is_not_the_curve(workshop):
-    """Promise: eight micro-batches a step, all of them ready: the losses of a process that reads them one by one."""
-    settings = ("training.dataloader_num_workers=2", "training.per_device_train_batch_size=1")
-    assert workshop.plain(settings).losses == pytest.approx(workshop.plain().losses, abs=1e-6)
-
-
 def test_determinism_begins_before_the_model_is_built(tmp_path, monkeypatch):
     """Promise: the same bits again on a GPU, if the recipe asks for them: also cuBLAS's and FlashAttention's."""
     for name in ("CUDA_LAUNCH_BLOCKING", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"):
