@@ -1,9 +1,8 @@
-"""Train blocks as they are and compiled under ZeRO, on the ranks of one launch: a program for tests."""
+"""Train blocks as they are and compiled under ZeRO, on the ranks of one launch."""
 
-import os
-import sys
+import io
+from contextlib import redirect_stderr
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -27,7 +26,6 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Speed
 from pretraining.runtime.process_group import rank_groups
 from pretraining.training.arguments import split_layers
-from pretraining.training.ranks import join_ranks, leave_ranks
 from pretraining.upstream.split_weights import expert_groups_of
 from tests.gear.runs import MODELS, TOKENIZER
 
@@ -171,17 +169,8 @@ def trained(
     return found
 
 
-def main() -> None:
-    """Save {case: what `trained` found on rank 0} at the path in the first argument."""
-    join_ranks()
-    gathered = Gathered()
-    found = {case: trained(gathered, *CASES[case]) for case in CASES}
-    if dist.get_rank() == 0:
-        torch.save(found, Path(sys.argv[1]))
-    leave_ranks()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+def trained_in_all_ways() -> tuple[dict[str, dict], str]:
+    """{case: what `trained` finds on this rank}, and what it says meanwhile."""
+    gathered, said = Gathered(), io.StringIO()
+    with redirect_stderr(said):
+        return {case: trained(gathered, *CASES[case]) for case in CASES}, said.getvalue()

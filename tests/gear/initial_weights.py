@@ -1,8 +1,6 @@
-"""Build models as a run does, in a run's process group, and save their initial weights: a program for tests."""
+"""Build models as a run does, in a run's process group: their initial weights."""
 
 import json
-import os
-import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +21,6 @@ from pretraining.recipe.sections import Speed, Weights
 from pretraining.recipe.training import Training
 from pretraining.runtime.process_group import rank_groups
 from pretraining.training.arguments import build_arguments
-from pretraining.training.ranks import join_ranks, leave_ranks
 from pretraining.upstream.deepspeed import share_of
 from pretraining.upstream.split_weights import whole_experts
 from tests.gear.runs import MODELS, OTHER_MODELS, SMALL_RECIPE, TOKENIZER
@@ -106,10 +103,12 @@ def given_weights(model: dict, folder: Path) -> GivenWeights:
     return GivenWeights(str(folder), open_weights(folder), source)
 
 
-def main() -> None:
-    """Save {(model, stage, bf16): weights} at the path in the first argument, and beside it those of given ones."""
+def weights_of_all(folder: Path) -> dict:
+    """{(model, stage, bf16): weights} of every case, and beside it those of given ones, for which there is a folder.
+
+    On rank 0; nothing on the others, which would say the same.
+    """
     integrations.deepspeed.initialize_weights_zero3 = refuse_to_draw
-    join_ranks()
     found = {
         (name, stage, bf16): initial_weights(model, stage, bf16)
         for name, model in (MODELS | OTHER_MODELS).items()
@@ -123,27 +122,15 @@ def main() -> None:
     rows = Weights.of({"draw": DRAW})
     for name, stage, bf16 in split:
         found["drawn", stage, bf16] = initial_weights(MODELS[name], stage, bf16, weights=rows)
-    path, digests = Path(sys.argv[1]), {}
+    digests = {}
     if dist.get_world_size() == 2:
         # DeepSpeed makes the groups of such copies once a process
-        found["gpt2", "hpz", False] = initial_weights(
-            MODELS["gpt2"], with_copies_on_the_node(path.parent), False
-        )
+        found["gpt2", "hpz", False] = initial_weights(MODELS["gpt2"], with_copies_on_the_node(folder), False)
     for name, model in (MODELS | OTHER_MODELS).items() if dist.get_world_size() < 3 else ():
-        given = given_weights(model, path.with_suffix("") / name)
+        given = given_weights(model, folder / str(dist.get_world_size()) / name)
         digests[name] = given.digest()
         for stage, bf16 in product(STAGES, (False, True)):
             found["given", name, stage, bf16] = initial_weights(model, stage, bf16, given)
         for _, stage, bf16 in (each for each in split if each[0] == name):
             found["given", name, stage, bf16] = initial_weights(model, stage, bf16, given)
-    found["digests"] = digests
-    if dist.get_rank() == 0:
-        torch.save(found, path)
-    leave_ranks()
-    # Once in some thirty times a C++ thread aborted the interpreter's exit here; the weights are saved by now.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    return found | {"digests": digests} if dist.get_rank() == 0 else {}

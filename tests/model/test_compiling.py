@@ -36,9 +36,10 @@ from pretraining.training import arguments as run_arguments
 from pretraining.training.arguments import build_arguments, engine_config
 from pretraining.training.trainer import PretrainingTrainer
 from pretraining.upstream.torch import missing_compiler
-from tests.gear.compiled_ranks import CASES
+from tests.gear.compiled_ranks import CASES, trained_in_all_ways
 from tests.gear.finished_data import refusal
-from tests.gear.runs import MODELS, OTHER_MODELS, TOKENIZER, completed, launcher
+from tests.gear.on_ranks import on_ranks
+from tests.gear.runs import MODELS, OTHER_MODELS, TOKENIZER
 from tests.gear.small_models import measurable
 
 IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
@@ -124,15 +125,14 @@ def test_batches_of_any_number_of_documents_share_a_graph(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory) -> dict[str, dict]:
+def on_two_ranks() -> dict[str, dict]:
     """What `tests.gear.compiled_ranks` found of each of its cases.
 
     It takes a minute: two cases run inductor's C++, on both ranks, and no other backend shows what that code does.
     """
-    path = tmp_path_factory.mktemp("compiled") / "found.pt"
-    finished = completed([*launcher("forked", 2), "-m", "tests.gear.compiled_ranks", path])
-    assert finished.stderr.count("as rank 1 cannot compile them (BackendCompilerFailed") == 4, finished.output
-    return torch.load(path, weights_only=True)
+    (found, _), (_, said) = on_ranks(2, trained_in_all_ways)
+    assert said.count("as rank 1 cannot compile them (BackendCompilerFailed") == 4, said
+    return found
 
 
 ALONE = ("gpt2", "llama", "qwen3_moe", "gpt2 zero2", "llama tensor", "qwen3_moe expert")

@@ -23,20 +23,16 @@ from pretraining.planning.sizes import check_rows
 from pretraining.recipe import load_recipe, model_with_defaults, recipe_names
 from pretraining.recipe.optimizer import scales_by_name
 from pretraining.training.trainer import PretrainingTrainer
-from tests.gear.initial_weights import CONTINUED, MUP, SPLIT
-from tests.gear.runs import EXPERTS, MODELS, OTHER_MODELS, SMALL_RECIPE, TOKENIZER, completed, launcher
+from tests.gear.initial_weights import CONTINUED, MUP, SPLIT, weights_of_all
+from tests.gear.on_ranks import on_ranks
+from tests.gear.runs import EXPERTS, MODELS, OTHER_MODELS, SMALL_RECIPE, TOKENIZER
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory) -> dict[int, dict]:
     """{ranks: {(model, stage, bf16): {name: tensor}}}, each built in a process group of its own."""
     folder = tmp_path_factory.mktemp("weights")
-    found = {}
-    for ranks, words in ((1, launcher("plain", 1)), (2, launcher("forked", 2)), (3, launcher("forked", 3))):
-        path = folder / f"{ranks}.pt"
-        completed([*words, "-m", "tests.gear.initial_weights", path])
-        found[ranks] = torch.load(path, weights_only=True)
-    return found
+    return {max(1, ranks): on_ranks(ranks, weights_of_all, folder)[0] for ranks in (0, 2, 3)}
 
 
 def differing(ours: dict, theirs: dict) -> list[str]:
