@@ -27,7 +27,7 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.recipe.training import PIECEWISE
 from pretraining.runtime.process_group import gather_from_ranks
-from pretraining.schema import display_path, problem
+from pretraining.schema import problem
 from pretraining.training.operators import check_operators
 
 # The promises need these values: a recipe may not set them.
@@ -122,7 +122,7 @@ def build_arguments(
         what = "needs a GPU, or DeepSpeed and a processor that computes in it; set training.bf16, or neither"
         raise problem(recipe.where, "training.fp16", what)
     check_operators(ds_config)
-    with training_refusals(recipe.path):
+    with training_refusals(recipe.where):
         return TrainingArguments(**keywords, **FIXED, **owned)
 
 
@@ -217,12 +217,12 @@ def split_layers(model: dict) -> dict:
 
 
 @contextmanager
-def training_refusals(recipe_path: Path) -> Iterator[None]:
+def training_refusals(where: str) -> Iterator[None]:
     """Turn an error of transformers about a value of the recipe's `training` into one line that names the file."""
     try:
         yield
     except (TypeError, ValueError, ImportError) as error:
-        raise UserError(f"recipe {display_path(recipe_path)}: training: {error}") from error
+        raise UserError(f"recipe {where}: training: {error}") from error
 
 
 def collate_blocks(

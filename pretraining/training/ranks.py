@@ -37,7 +37,7 @@ from pretraining.runtime.process_group import (
     keep_store,
 )
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import problem
+from pretraining.schema import display_path, problem
 from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream.deepspeed import leave_out_shared_memory, wait_in_every_group
 from pretraining.upstream.torch import ask_the_processor_once
@@ -347,7 +347,8 @@ def agree_on_shape(recipe: Recipe) -> None:
         what = (
             f"ranks have read {' and '.join(read)}; set model.revision to a commit, or name one file for all"
         )
-        raise problem(recipe.where, "model.from", what)
+        # not `where`: the files that the ranks name may differ, and all say the same
+        raise problem(display_path(recipe.path), "model.from", what)
 
 
 def find_machine(run: RunFolder, start: Any, data_tokens: int) -> Machine:

@@ -108,7 +108,7 @@ class PretrainingTrainer(OpenTrainer):
         self.clock = monitors.speed.clock if monitors else StepClock()
         self.stop = monitors.stop if monitors else None
         self.workers: LoaderWorkers | None = None
-        with training_refusals(recipe.path):  # before anything of the run is written
+        with training_refusals(recipe.where):  # before anything of the run is written
             callbacks = [
                 *(evaluator.callbacks if evaluator else ()),
                 *(monitors.callbacks(checkpoints) if monitors else ()),

@@ -191,7 +191,7 @@ def test_budget_takes_each_source_by_its_share(sources, tmp_path):
     """`prepare: budget`: as many blocks of each source as the run draws, and the target of the last input."""
     specs = [{"path": str(path), "weight": weight} for path, weight in zip(sources, (3, 1), strict=True)]
     recipe = recipe_for(*specs, prepare="budget")
-    recipe.num_samples, recipe.path = 200, tmp_path / "recipe.json"
+    recipe.num_samples, recipe.where = 200, "recipe.json"
     prepare(tmp_path / "data", recipe)
     tokens = [source["cut"]["tokens"] for source in manifest_of(tmp_path / "data")["sources"]]
     # 150 and 50 blocks of 32 tokens; the last document may be longer.

@@ -16,6 +16,7 @@ from pretraining.model.build import build_model
 from pretraining.model.counting import build_on_meta
 from pretraining.model.given_weights import GivenWeights
 from pretraining.model.weight_files import open_weights
+from pretraining.recipe.model import Model
 from pretraining.recipe.optimizer import Mup
 from pretraining.recipe.sections import Speed, Weights
 from pretraining.recipe.training import Training
@@ -47,9 +48,9 @@ def initial_weights(
 ) -> dict[str, torch.Tensor]:
     """{parameter name: full tensor} of a freshly built model, whose weights are drawn or given."""
     training = Training({**SMALL_RECIPE["training"], "bf16": bf16})
-    recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=10, path="small.json")
+    recipe = SimpleNamespace(training=training, training_keywords=training, num_steps=10, where="small.json")
     recipe.speed, recipe.extensions = Speed(compile="none"), []
-    recipe.model, recipe.weights = model, Weights()
+    recipe.model, recipe.weights = Model(model), Weights()
     ds_config = None if stage == "null" else load_ds_config(stage)
     arguments = build_arguments(recipe, ds_config, Path("unused"), 1)
     groups = rank_groups(degrees_of(ds_config))

@@ -1,6 +1,5 @@
 """You know before you pay: published models, counted part by part, are the built ones to the last parameter."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -133,7 +132,7 @@ FROZEN = {
 def test_frozen_parameters_cost_what_torch_counts(case):
     """No gradients of frozen matrices, and nothing backward in front of the first that is trained."""
     name, patterns = FROZEN[case]
-    recipe = SimpleNamespace(model=SMALL[name], weights=Weights(frozen=patterns), path=Path("r.json"))
+    recipe = SimpleNamespace(model=SMALL[name], weights=Weights(frozen=patterns), where="r.json")
     built = build({**SMALL[name], "attn_implementation": "eager"}, "cpu")
     for parameter_name, parameter in built.named_parameters():
         parameter.requires_grad_(not recipe.weights.freezes(parameter_name))
