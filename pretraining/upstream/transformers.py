@@ -8,7 +8,8 @@ run's own Trainer fills in:
     _get_num_items_in_batch       count_targets             masked documents: ranks hold different numbers of targets
     _prepare_for_training         prepared, checkpoints     checkpoints are ours, and are loaded into prepared objects
     _load_from_checkpoint         (nothing)                 without DeepSpeed it would load weights before that
-    _load_rng_state               checkpoints               called once the loop's own counters are at their start
+    _load_rng_state               checkpoints               called once the loop's own counters are at their start;
+                                                            the loop draws before its first batch, and forgets that
     _save_checkpoint              checkpoints               the Trainer's and DeepSpeed's are pickles of one layout
     _evaluate                     repeats_validation    a schedule that follows the loss sees a repeated validation too
     _run_epoch                    (skipped)                 a run that early stopping had left is not trained on
@@ -64,6 +65,9 @@ class OpenTrainer(Trainer):
     repeats_validation: Callable[[], bool]
     """Whether a validation before the first step is that of the step before, which was cut short."""
 
+    _random_numbers: torch.Tensor | None = None
+    """State of torch's generator as a resume has loaded it, until the first batch is there."""
+
     @property
     def running_loss(self) -> torch.Tensor:
         """The sum of losses since the last log, on the device."""
@@ -105,6 +109,15 @@ class OpenTrainer(Trainer):
     def _load_rng_state(self, checkpoint):
         if checkpoint is not None:
             self.checkpoints.load_position(self, Path(checkpoint))
+            self._random_numbers = torch.random.get_rng_state()
+
+    def get_batch_samples(self, *args):
+        batches = super().get_batch_samples(*args)
+        # The first batch begins the loader's iterator, which draws a number. An undisturbed run drew it at its start.
+        if self._random_numbers is not None:
+            torch.random.set_rng_state(self._random_numbers)
+            self._random_numbers = None
+        return batches
 
     def _save_checkpoint(self, model, trial):
         self.checkpoints.save(self)
