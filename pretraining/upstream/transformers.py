@@ -112,6 +112,7 @@ class OpenTrainer(Trainer):
             self._random_numbers = torch.random.get_rng_state()
 
     def get_batch_samples(self, *args):
+        """Return the micro-batches of a step, after which torch's generator is as a resume has loaded it."""
         batches = super().get_batch_samples(*args)
         # The first batch begins the loader's iterator, which draws a number. An undisturbed run drew it at its start.
         if self._random_numbers is not None:
