@@ -111,7 +111,7 @@ class OpenTrainer(Trainer):
             self.checkpoints.load_position(self, Path(checkpoint))
             self._random_numbers = torch.random.get_rng_state()
 
-    def get_batch_samples(self, *args):
+    def get_batch_samples(self, *args: Any) -> tuple[list, Any]:
         """Return the micro-batches of a step, after which torch's generator is as a resume has loaded it."""
         batches = super().get_batch_samples(*args)
         # The first batch begins the loader's iterator, which draws a number. An undisturbed run drew it at its start.
