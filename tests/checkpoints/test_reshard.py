@@ -37,7 +37,10 @@ OF_OPTIMIZERS = {"Muon": EVERY_FLAG, "schedule-free": SCHEDULE_FREE, "muP": MUP}
 ROWS = {f"{there} to {here}": (there, here, settings) for (there, here), settings in GOES_ON.items()}
 ROWS |= {f"{name}, zero3 to null": ("zero3", "null", settings) for name, settings in OF_OPTIMIZERS.items()}
 # as many ranks as before: each goes on with the random numbers that it had
-ROWS |= {"dropout, zero2 to zero3": ("zero2", "zero3", DROPOUT), "dropout, one rank": ("null", "null", DROPOUT)}
+ROWS |= {
+    "dropout, zero2 to zero3": ("zero2", "zero3", DROPOUT),
+    "dropout, one rank": ("null", "null", DROPOUT),
+}
 
 
 @pytest.mark.parametrize("saved_at, resumed_at, settings", ROWS.values(), ids=ROWS)

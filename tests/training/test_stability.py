@@ -238,7 +238,11 @@ class Watched:
     ):
         training = Training(logging_steps=logging_steps, per_device_train_batch_size=1, save_strategy="no")
         recipe = SimpleNamespace(
-            extensions=[], training=training, training_keywords=training, num_steps=len(losses), where="r.json"
+            extensions=[],
+            training=training,
+            training_keywords=training,
+            num_steps=len(losses),
+            where="r.json",
         )
         arguments = build_arguments(recipe, None, tmp_path, 1)
         self.model = build_model(SMALL_RECIPE["model"], TOKENIZER, arguments)
