@@ -65,9 +65,7 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         near = ""
         if unknown := re.fullmatch(r"unrecognized arguments: (--[\w-]+).*", message, re.DOTALL):
-            # without the dashes, which are alike in all of them
-            names = re.findall(r"(?<=--)[\w-]+", self.format_usage())
-            near = nearest(unknown[1].strip("-"), names).replace("mean '", "mean '--")
+            near = nearest(unknown[1], re.findall(r"--[\w-]+", self.format_usage()))
         raise UserError(f"{message}{near} (see {self.prog} --help)")
 
 

@@ -172,13 +172,14 @@ def cut(text: str, most: int) -> str:
 
 def nearest(word: str, candidates: Iterable[str], most: int = 1) -> str:
     """Suggest the candidates closest to `word`: `; did you mean 'x', 'y' or 'z'?`, or an empty string."""
-    names = list(candidates)
+    # without an option's dashes, which are alike in all of them
+    word, names = word.lstrip("-"), {name.lstrip("-"): name for name in candidates}
     close = get_close_matches(word, names, n=most, cutoff=0.6) or abbreviated(word, names)
     # adam is no slip of adalomo, but the beginning of adamw_torch
     begun = [name for name in names if len(word) > 2 and name.startswith(word)]
     if begun and not set(begun) & set(close):
         close = begun
-    return did_you_mean(close[:most])
+    return did_you_mean([names[name] for name in close[:most]])
 
 
 def abbreviated(word: str, names: Iterable[str]) -> list[str]:

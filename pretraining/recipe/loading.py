@@ -19,7 +19,7 @@ from pretraining.recipe.data import shares_are_written
 from pretraining.recipe.model import checked_model, known_types, read_config, refuse_names_of_others
 from pretraining.recipe.piecewise import shrunk
 from pretraining.recipe.published import read_published, with_origin
-from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe
+from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe, where_of
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
@@ -122,7 +122,7 @@ def recipe_of(
     for override in of_shape:
         key, _, text = override.partition("=")
         values["model"] = with_origin(values.get("model"), key.removeprefix("model."), text.strip('"'))
-    _read_model(values, where + (f" with --set {' '.join(of_shape)}" if of_shape else ""), notes)
+    _read_model(values, where_of(path, of_shape), notes)
     refuse_names_of_others(values.get("model"), where)
     for override in overrides:
         nested = _as_nested(override)
@@ -135,8 +135,7 @@ def recipe_of(
     values = _apply_overrides(check(values, recipe_schema(), where), others, notes)
     if deepspeed is not None:
         values["deepspeed"] = None if deepspeed in ("null", "none") else deepspeed
-    where += f" with --set {' '.join(overrides)}" if overrides else ""
-    recipe = _built(values, path, where, tuple(overrides))
+    recipe = _built(values, path, tuple(overrides))
     if limit_tokens is not None:
         length = recipe.sequence_length
         if recipe.tokens_per_step < length:  # a step of less than a sequence cannot be made smaller
@@ -145,11 +144,10 @@ def recipe_of(
             refuse_first(wrong, recipe.where)
         written = {override.partition("=")[0] for override in overrides}
         values = _limited(values, recipe, limit_tokens, written, world_size or 1)
-        where += f" with --limit_tokens {limit_tokens}"
-        recipe = replace(_built(values, path, where, tuple(overrides)), limit_tokens=limit_tokens)
+        recipe = _built(values, path, tuple(overrides), limit_tokens)
     recipe.check()
-    refuse_credentials(values, where)
-    place_keys((*SECTIONS, *KEYWORDS), where)
+    refuse_credentials(values, recipe.where)
+    place_keys((*SECTIONS, *KEYWORDS), recipe.where)
     notes += recipe.budget.rounded(values["budget"]) + recipe.optimizer.unread() + recipe.training.unread()
     return replace(recipe, notes=tuple(f"{display_path(path)}: {note}" for note in notes))
 
@@ -169,8 +167,8 @@ def _read_model(values: dict, where: str, notes: list[str]) -> None:
     notes += [f"model: {changes}"] if changes else []
 
 
-def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> Recipe:
-    sharding = values.get("deepspeed")
+def _built(values: dict, path: Path, overrides: tuple[str, ...], limit_tokens: int | None = None) -> Recipe:
+    sharding, where = values.get("deepspeed"), where_of(path, overrides, limit_tokens)
     model, weights, origin = Weights.split(values["model"])
     # before the model, whose type they may define
     extensions = read_extensions(values.get("extensions", ()), path.parent, where, _refuse_known_types)
@@ -180,6 +178,7 @@ def _built(values: dict, path: Path, where: str, overrides: tuple[str, ...]) -> 
         description=values["description"],
         deepspeed=None if sharding is None else short_name(sharding),
         overrides=overrides,
+        limit_tokens=limit_tokens,
         model=checked_model(model, where),
         weights=Weights.of(weights),
         origin=origin,

@@ -58,6 +58,13 @@ KEYWORDS: dict[str, type[dict]] = {"model": Model, "training": Training}
 """Keyword arguments of a library's classes."""
 
 
+def where_of(path: Path, overrides: Sequence[str] = (), limit_tokens: int | None = None) -> str:
+    """Write a recipe's file and the options over it: what a message about a key names."""
+    changes = f" with --set {' '.join(overrides)}" if overrides else ""
+    limit = "" if limit_tokens is None else f" with --limit_tokens {limit_tokens}"
+    return f"{display_path(path)}{changes}{limit}"
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One pretraining run, checked, with the defaults of our own sections filled in."""
@@ -105,10 +112,7 @@ class Recipe:
 
     @property
     def where(self) -> str:
-        """The file, and the options over it: what a message about a key names."""
-        changes = f" with --set {' '.join(self.overrides)}" if self.overrides else ""
-        limit = "" if self.limit_tokens is None else f" with --limit_tokens {self.limit_tokens}"
-        return f"{display_path(self.path)}{changes}{limit}"
+        return where_of(self.path, self.overrides, self.limit_tokens)
 
     @property
     def words(self) -> list[str]:

@@ -193,8 +193,7 @@ class Cleaner:
     def __init__(self, clean: Clean):
         self._chain, self._names = FilterChain(clean.filters), clean.source_names
         self._index = clean.evaluation_sets.index() if clean.evaluation_sets else None
-        self._contaminations: list[dict] = []
-        """One report, or none while there was nothing to check."""
+        self._contaminations: list[dict] = []  # of batches
 
     def documents(self, batches: Iterator[Batch]) -> Iterator[Document]:
         """Yield the texts that stay, as the filters leave them."""
@@ -205,12 +204,14 @@ class Cleaner:
             if self._index is not None and kept:
                 texts, wheres = zip(*(document[:2] for document in kept), strict=True)
                 contaminated, report = self._index.check(texts, wheres)
-                self._contaminations = [decontamination.merge_reports([*self._contaminations, report])]
+                self._contaminations.append(report)
                 kept = [document for document, found in zip(kept, contaminated, strict=True) if not found]
             yield from kept
 
     def reports(self) -> dict:
-        return {"filters": self._chain.report.to_dict(), "decontamination": self._contaminations}
+        found = self._contaminations
+        merged = [decontamination.merge_reports(found)] if found else []
+        return {"filters": self._chain.report.to_dict(), "decontamination": merged}
 
 
 @dataclass(frozen=True)
