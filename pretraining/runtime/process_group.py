@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -39,6 +39,8 @@ _store: list[dist.Store] = []
 _PAUSE_SECONDS = 0.05
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """Group of all ranks -> the one of `host_group` beside it."""
+_of_sequences: WeakKeyDictionary[dist.ProcessGroup, dict[Degrees, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Group of all ranks -> the one with the parts of this rank's sequences; by the group, since an id is used again."""
 
 
 def keep_store(store: dist.Store) -> None:
@@ -360,19 +362,14 @@ ALONE = RankGroups()
 
 def rank_groups(degrees: Degrees) -> RankGroups:
     """Return where this process is, and make the groups when first asked; all ranks must ask alike."""
-    world = id(dist.group.WORLD) if dist.is_initialized() else 0
-    return _rank_groups(degrees, world)
-
-
-@cache
-def _rank_groups(degrees: Degrees, world: int) -> RankGroups:
-    # `world` tells process groups apart that follow each other in one process
     rank, world_size = rank_and_world_size()
-    sequence_group = None
-    if degrees.sequence > 1:
+    if degrees.sequence == 1:
+        return RankGroups(degrees, rank, world_size)
+    made = _of_sequences.setdefault(dist.group.WORLD, {})
+    if degrees not in made:
         at_once = degrees.ranks_per_sample
         for start in range(0, world_size, at_once):
             for tensor_part in range(degrees.tensor):
                 group = own_group(range(start + tensor_part, start + at_once, degrees.tensor))
-                sequence_group = group or sequence_group
-    return RankGroups(degrees, rank, world_size, sequence_group)
+                made[degrees] = group or made.get(degrees)
+    return RankGroups(degrees, rank, world_size, made[degrees])

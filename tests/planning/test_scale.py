@@ -131,3 +131,11 @@ def test_groups_of_all_ranks_are_made_by_one_split(groups_made, world_size):
             # in this order, which is that of the parts and of the experts
             assert dist.get_process_group_ranks(group) == ranks
             assert dist.get_rank(group) == ranks.index(first)
+
+
+def test_ranks_that_follow_others_in_one_process_get_groups_of_their_own():
+    """The address of a group that is gone is given to the next one."""
+    for world_size in [16, 32] * 8:
+        with fake_gpu(world_size, world_size - 1):
+            group = rank_groups(Degrees(sequence=4, tensor=2)).sequence_group
+            assert dist.get_process_group_ranks(group) == list(range(world_size - 7, world_size, 2))
