@@ -309,6 +309,7 @@ class Identity:
             "rollbacks": len(self.start.journal.rollbacks),  # a later rollback leaves this checkpoint behind
             "environment": self.environment,
             **({"initial_weights": given} if (given := self.start.initial_weights) else {}),
+            **({"before_decay": True} if self.recipe.is_before_decay(step, progress) else {}),
             "recipe": recipe,
         }
 

@@ -197,8 +197,9 @@ def build_run_plan(setup: Setup) -> RunPlan:
     if every and rule.keep_last is not None:
         # `keep_every` counts steps, and only steps that are saved can be kept
         for_ever = recipe.num_steps // math.lcm(every, rule.keep_every) if rule.keep_every else 0
+        before_decay = recipe.decay_start(recipe.num_steps) is not None
         # one checkpoint may be both the best and the newest: an upper bound
-        kept = min(rule.keep_last + rule.keep_best + for_ever, written)
+        kept = min(rule.keep_last + rule.keep_best + for_ever + before_decay, written)
     return RunPlan(
         setup,
         accumulation_steps=setup.accumulation,

@@ -225,6 +225,14 @@ class Recipe:
             return num_steps - keywords["num_decay_steps"]
         return self.warmup_steps(num_steps) + stable_steps
 
+    def is_before_decay(self, step: int, progress: Progress) -> bool:
+        """Return whether the rate, by `warmup_stable_decay`, has not begun to fall after `step`."""
+        place, end = (
+            progress.schedule_place(at, self.schedule_counts_tokens) for at in (step, progress.last_step)
+        )
+        start = self.decay_start(end)
+        return start is not None and place <= start
+
     @property
     def training_keywords(self) -> Training:
         """`training`, with what the budget says of the schedule in tokens, in full steps."""

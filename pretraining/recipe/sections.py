@@ -328,7 +328,7 @@ class Checkpoints(Section):
     """training.save_steps says how often, this section what stays."""
 
     keep_last: int | None = key(default=2, minimum=1)
-    """Complete checkpoints to keep; null keeps all."""
+    """Complete checkpoints to keep; null keeps all. Beside them stays the last one before warmup_stable_decay falls."""
     keep_best: int = key(default=0, minimum=0)
     """So many more: the best by evaluation.metric, which is the validation loss unless said otherwise; each save must
     then be validated (save_steps a multiple of eval_steps)."""

@@ -127,6 +127,13 @@ def test_what_retention_keeps(rule, steps):
     assert rule.kept_steps(KEPT) == steps
 
 
+@pytest.mark.parametrize("decays, steps", {0: {8}, 2: {4, 8}, 4: {8}}.items())
+def test_the_last_checkpoint_before_a_decay_stays(decays, steps):
+    """From it a longer run or another decay begins. decays: how many of the four came after the rate began to fall."""
+    markers = [(step, {"before_decay": True} if step <= 8 - 2 * decays else {}) for step in (2, 4, 6, 8)]
+    assert Retention(Checkpoints(keep_last=1)).kept_steps(markers) == steps
+
+
 def killed_at(call: int, work) -> bool:
     """Run `work` in a process that ends before its `call`-th change of a folder; whether it got to its end."""
     process = os.fork()

@@ -136,8 +136,11 @@ def test_a_run_follows_its_tokens_and_so_does_one_that_goes_on(workshop, tmp_pat
         "training.warmup_steps=0",
         "budget.warmup_tokens=1024",
         "budget.decay_tokens=1024",
+        "checkpoints.keep_last=1",
     )
     run = workshop.plain(settings)
+    # the newest, and the last one before the rate fell
+    assert sorted(each.name for each in run.folder.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-8"]
     consumed = [0, *column(run, "train/tokens")]
     scale = [(after - before) / 512 for before, after in pairwise(consumed)]
     tokens = zip(consumed, scale, strict=False)
