@@ -133,7 +133,7 @@ def rarest(sets: list[np.ndarray]) -> Iterator[np.ndarray]:
 def run_ours(folder: Path) -> None:
     """Read, sign, match, cluster, write the documents kept."""
     from pretraining.data.dedup.duplicates import SignatureParts, cluster, match_slice
-    from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
+    from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
     from tests.gear.similar_texts import write_signatures
 
     spec, work = MinHashSpec(), folder / "ours"
@@ -198,7 +198,7 @@ def quality(truth: dict, kept: set[int], num_documents: int) -> dict:
 def details_of_ours(work: Path, truth: dict, num_documents: int) -> dict:
     """Precision of the accepted pairs, of (dropped, kept) pairs, and validation documents with a twin in train."""
     from pretraining.data.dedup.duplicates import cluster
-    from pretraining.data.dedup.signatures import MinHashSpec
+    from pretraining.data.dedup.minhash import MinHashSpec
 
     spec, pairs = MinHashSpec(), np.load(work / "pairs.npy")
     accepted = pairs[pairs["similarity"] >= np.float32(spec.accepted)]

@@ -3,7 +3,7 @@
     python benchmarks/kernel_factors.py
     python benchmarks/kernel_factors.py --families gpt2 llama
 
-Plans take these factors (pretraining/planning/throughput.py). Each is the solution of counts at several widths, and no
+Plans take these factors (pretraining/planning/step_time.py). Each is the solution of counts at several widths, and no
 table is written if bytes are not linear in them. To be run again after an update of torch, transformers or DeepSpeed;
 test_roofline.py tells when.
 """
@@ -103,7 +103,7 @@ def main() -> None:
 
 def layer_factors(family: str, compiles: str, **changes) -> dict:
     """Bytes for a token and each of its widths: those of a model's third layer, for several widths, solved."""
-    from pretraining.planning.throughput import layer_widths
+    from pretraining.planning.step_time import layer_widths
 
     rows, moved = [], {"forward": [], "backward": []}
     for shape in SHAPES[family]:
@@ -122,7 +122,7 @@ def layer_factors(family: str, compiles: str, **changes) -> dict:
 def split_layer_factors(family: str, compiles: str) -> dict:
     """The same of layers whose experts are split; `again` is what their recomputation moves."""
     from pretraining.ds_config import Degrees
-    from pretraining.planning.throughput import layer_widths
+    from pretraining.planning.step_time import layer_widths
 
     join_nobody(max(DEGREES))
     rows, moved = [], {"forward": [], "backward": [], "again": []}

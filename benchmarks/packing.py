@@ -15,10 +15,10 @@ import numpy as np
 from gear import parser_of, record, seconds_in_turns, timed
 
 from pretraining.data.documents import WINDOW_BLOCKS, cuts_of_split
+from pretraining.data.finished import open_finished
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
-from pretraining.data.tools.finished import open_finished
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from pretraining.doctor.rates import (
     round_of_products,
     rounds_within,
 )
-from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
+from pretraining.planning.step_time import ATTENTION_BACKWARD, CAUSAL
 
 WIDTHS, HEADS, LENGTHS = (512, 768, 1024, 2048, 4096, 8192), (64, 128), (512, 1024, 2048, 4096, 8192, 16384)
 TOKENS, WIDTH = 16_384, 2048

@@ -39,7 +39,7 @@ def ceiling_of(options: argparse.Namespace) -> dict:
     from pretraining.planning.gpus import find_gpu
     from pretraining.planning.setup import Setup
     from pretraining.planning.sizes import flops_per_token, model_size
-    from pretraining.planning.throughput import ceiling, layer_mode, sustained_rates
+    from pretraining.planning.step_time import ceiling, layer_mode, sustained_rates
     from pretraining.recipe import accumulation_steps
     from pretraining.recipe.refusals import load_recipe_and_ds_config
     from tests.gear.kernels import COMPILED, count_engine, count_waits

@@ -105,7 +105,7 @@ def resume(folder: Path, ranks: int) -> dict:
     for rank in range(ranks):
         tensors = {f"master/weight@{8 * rank}": torch.zeros(8)}
         save_file(tensors, folder / shard_files.rank_file(rank, ranks))
-    state = {"format": shard_files.FORMAT, "parameters": {"weight": {"shape": [8 * ranks]}}}
+    state = {"format": shard_files.STATE_FORMAT, "parameters": {"weight": {"shape": [8 * ranks]}}}
     (folder / shard_files.STATE_FILE).write_text(json.dumps(state))
     own = ranks // 2
     with measured(shard_files, "safe_open") as found:
@@ -116,14 +116,14 @@ def resume(folder: Path, ranks: int) -> dict:
 
 def many_files(folder: Path, files: int) -> dict:
     """A marker that names so many files: written, read, and shared among 4,096 ranks."""
-    from pretraining.checkpoints.folders import share_of
+    from pretraining.checkpoints.folders import rank_files
     from pretraining.checkpoints.format import MARKER, read_marker, write_marker
 
     folder.mkdir()
     named = {f"rank-{number:07d}.safetensors": ENTRY for number in range(files)}
     with measured() as found:
         write_marker(folder, {"files": named, "ranks": 4096})
-        share_of(read_marker(folder)["files"], 7, 4096)
+        rank_files(read_marker(folder)["files"], 7, 4096)
     return {**found, "bytes": (folder / MARKER).stat().st_size}
 
 

@@ -107,7 +107,7 @@ def plain_loop(*words: str) -> dict:
     from pretraining.data.prepared import open_prepared
     from pretraining.evaluation.validation import Validation
     from pretraining.recipe import load_recipe
-    from pretraining.training.arguments import collate_blocks
+    from pretraining.training.trainer import collate_blocks
 
     torch.manual_seed(int(seed))
     recipe = load_recipe(GPT2, [f"training.seed={int(seed)}"])

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from pretraining.model.loss import next_token_loss
-from pretraining.training.arguments import collate_blocks
+from pretraining.training.trainer import collate_blocks
 
 ON_GPU = torch.cuda.is_available()
 BLOCK_STEPS_ON_GPU = 10

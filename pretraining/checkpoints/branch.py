@@ -174,9 +174,7 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     """Return the full steps of warm-up before the stable rate; `UserError` if the rate at `start` is not stable."""
     training = recipe.training_keywords
     progress, unit = start.progress(recipe), recipe.tokens_per_step
-    by_tokens = recipe.schedule_counts_tokens
-    now = progress.schedule_place(progress.step, by_tokens)
-    total = progress.schedule_place(progress.last_step, by_tokens)
+    now, total = progress.schedule_place(progress.step), progress.schedule_place(progress.last_step)
     kind = training.lr_scheduler_type
     if kind not in STABLE:
         what = f"its rate is never stable (training.lr_scheduler_type is {kind})"
@@ -185,7 +183,7 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
     end = total if decay_start is None else decay_start
     if not warmup <= now <= end:
         span = f"from step {warmup:,} to {end:,}"
-        if by_tokens:
+        if progress.counts_tokens:
             span = f"from {warmup * unit:,} to {round(end * unit):,} tokens, and this is at {start.tokens:,}"
         raise UserError(f"{checkpoint}: the rate is stable {span}; choose --at there")
     return warmup

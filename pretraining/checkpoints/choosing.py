@@ -31,7 +31,7 @@ from pretraining.checkpoints.folders import (
     changed_files,
     health,
     move_aside,
-    share_of,
+    rank_files,
     size_fault,
     step_in,
     step_of,
@@ -368,7 +368,7 @@ class _Chooser:
         """Return {first rank of a disk: {file: what is wrong}}, read in shares. files: those compared on this disk."""
         # Because the ranks share the reading, verifying a large checkpoint takes only as long as loading it.
         with long_work():
-            found = gather_from_ranks(changed_files(folder, share_of(files, *self.run.disks.place)))
+            found = gather_from_ranks(changed_files(folder, rank_files(files, *self.run.disks.place)))
         return {
             first: {name: reason for rank in ranks for name, reason in found[rank].items()}
             for first, ranks in self.run.disks.groups().items()

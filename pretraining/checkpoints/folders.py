@@ -278,7 +278,7 @@ def changed_files(folder: Path, files: Files) -> dict[str, str]:
     return {name: reason for name, reason in verdicts.items() if reason}
 
 
-def share_of(files: Files, rank: int, ranks: int) -> Files:
+def rank_files(files: Files, rank: int, ranks: int) -> Files:
     """Return the files that one of `ranks` compares."""
     # The largest file first, each to the rank with the fewest bytes: the start waits for the slowest rank.
     loads, share = [(0, each) for each in range(ranks)], {}

@@ -39,9 +39,9 @@ from pretraining.checkpoints.remote import RemoteRun
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import (
     BUFFER,
-    FORMAT,
     MASTER,
     STATE_FILE,
+    STATE_FORMAT,
     CheckpointReader,
     fetch_nothing,
     fragment_key,
@@ -269,7 +269,7 @@ def shared_files(trainer: OpenTrainer, live: LiveState) -> dict[str, bytes]:
     if scaler is not None:
         numbers = scaler.state_dict() if hasattr(scaler, "state_dict") else vars(scaler)
     state = {
-        "format": FORMAT,
+        "format": STATE_FORMAT,
         "optimizer": type(live.torch_optimizer).__name__,
         "scalars": scalars,
         "schedule": schedule_state(trainer.lr_scheduler),

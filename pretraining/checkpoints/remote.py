@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 from pretraining.checkpoints.folders import Pieces, Place, step_in
 from pretraining.checkpoints.format import MARKER, THREADS, file_entry, passed_on, read_marker
-from pretraining.data.streaming.store import ShortAnswer, Store
 from pretraining.errors import UserError, reason_of
 from pretraining.outside.files import regular
+from pretraining.outside.store import ShortAnswer, Store
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.heartbeat import long_work, work_done
 from pretraining.runtime.process_group import own_rank

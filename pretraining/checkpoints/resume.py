@@ -28,8 +28,8 @@ from pretraining.checkpoints.folders import (
 from pretraining.checkpoints.format import GIVEN, MARKER, Identity, Start, described_data, read_marker
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_absent
 from pretraining.checkpoints.shard_files import read_state
-from pretraining.data.arriving import ORIGIN
 from pretraining.data.documents import cuts_text
+from pretraining.data.manifest import ORIGIN
 from pretraining.data.mixture import format_table
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.prepared import PreparedData
@@ -315,12 +315,12 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
 def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
     """Return what a recorded change of the steps' sizes means for the learning rate; "" if nothing."""
     kind, progress = recipe.training.lr_scheduler_type, start.progress(recipe)
-    place, last = progress.schedule_steps_at(start.step), progress.last_step
+    place, last = progress.schedule_place(start.step), progress.last_step
     # After its warm-up, a constant rate is the same at any step.
     is_flat = kind == CONSTANT[0] or (
-        kind in CONSTANT and place >= recipe.warmup_steps(progress.schedule_steps_at(last))
+        kind in CONSTANT and place >= recipe.warmup_steps(progress.schedule_place(last))
     )
-    if change["key"] not in STEP_SIZES or recipe.schedule_counts_tokens or is_flat:
+    if change["key"] not in STEP_SIZES or progress.counts_tokens or is_flat:
         return ""
     keys = "budget.warmup_tokens (in place of training.warmup_steps)"
     keys += " or budget.decay_tokens" if kind == DECAYING else ""

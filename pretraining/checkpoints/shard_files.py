@@ -25,7 +25,7 @@ from pretraining.outside.files import COUNT, object_of, read_json_value
 from pretraining.runtime.heartbeat import work_done
 from pretraining.schema import check
 
-FORMAT = 1
+STATE_FORMAT = 1
 STATE_FILE = "state.json"
 MASTER = "master"  # the state that holds the fp32 weights
 BUFFER = "buffer"  # the state that holds the model's persistent buffers
@@ -118,7 +118,7 @@ class Rectangle(NamedTuple):
         return Rectangle(row, rows, column, columns) if rows > 0 and columns > 0 else None
 
 
-def rows_of(flat: torch.Tensor, cut: Cut, start: int, rectangle: Rectangle) -> torch.Tensor:
+def _rows_in(flat: torch.Tensor, cut: Cut, start: int, rectangle: Rectangle) -> torch.Tensor:
     """Return a rectangle as a view [rows, columns] of a flat tensor whose first element is number `start` of a cut."""
     offset = cut.place(rectangle.row, rectangle.column) - start
     sizes, strides = (rectangle.rows, rectangle.columns), (cut.columns, 1)
@@ -367,9 +367,9 @@ class CheckpointReader:
                         first = its.place(some.row, some.column) - fragment.start
                         last = its.place(some.row + some.rows - 1, some.column) - fragment.start
                         part = self._part(fragment, first, last + some.columns)
-                        source = rows_of(part, its, fragment.start + first, some)
-                        rows_of(slice_, cut, start, some).copy_(source)
-                        rows_of(found, cut, start, some).fill_(True)
+                        source = _rows_in(part, its, fragment.start + first, some)
+                        _rows_in(slice_, cut, start, some).copy_(source)
+                        _rows_in(found, cut, start, some).fill_(True)
                         work_done()
         if not bool(found.all()):
             missing = start + int((~found).nonzero()[0])
@@ -426,8 +426,8 @@ def read_state(folder: Path) -> dict:
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / STATE_FILE}: cannot be read ({error})") from error
     state = check(state, {"type": "object"}, str(folder / STATE_FILE))
-    if state.get("format") != FORMAT:
-        what = f"has format {state.get('format')} and this version reads {FORMAT}"
+    if state.get("format") != STATE_FORMAT:
+        what = f"has format {state.get('format')} and this version reads {STATE_FORMAT}"
         raise UserError(f"{folder} {what}: update the repository")
     return check(state, _STATE, str(folder / STATE_FILE))
 

@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
     # Imported in each verb: --help and errors of the command line need none of it.
-    from pretraining.data.tools.finished import verify_data
+    from pretraining.data.finished import verify_data
 
     found = verify_data(options.folder, not options.json)
     size = f"{found['shards']:,} shards, {found['size']:,} bytes"

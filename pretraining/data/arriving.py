@@ -23,9 +23,6 @@ from pretraining.outside.files import read_json_value
 ARRIVED_NAME = "arrived.json"
 """In the work folder of a preparation."""
 
-ORIGIN = "origin:"
-"""Begins the identity of tokens that are not there yet, in the place of their fingerprint."""
-
 POLL_SECONDS = 0.5
 """How often a reader that waits looks again."""
 

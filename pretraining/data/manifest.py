@@ -57,6 +57,8 @@ _SPLIT = object_of({**_COUNTS, "dtype": _DTYPE, "checksum": DIGEST, "shards": _S
 _SOURCES = {"type": "array", "items": {"type": "object"}}
 _OWN = {**object_of({"sources": _SOURCES}), "type": ["object", "null"]}
 _FILTERS = {"type": ["array", "null"], "items": {"type": "object"}}
+ORIGIN = "origin:"
+"""Begins the identity of tokens that are not there yet, in the place of their fingerprint."""
 _TOKENIZER = {"vocab_size": COUNT, "fingerprint": DIGEST}
 _REQUIRED = {
     "name": {"type": "string"},

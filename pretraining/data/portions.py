@@ -147,7 +147,9 @@ def excerpt_of(
     if "validation_positions" in manifest:
         positions = read_positions()
         # Behind the last document of training nothing has been read.
-        counts = {n: bisect_left(positions[rows_of(validation, n)], cut.tokens) for n, cut in cuts.items()}
+        counts = {
+            n: bisect_left(positions[rows_of_source(validation, n)], cut.tokens) for n, cut in cuts.items()
+        }
         kept["validation"] = cut_shards(splits["validation"], counts)
     if kept == {"train": splits["train"].shard_entries, "validation": validation}:
         return manifest
@@ -175,7 +177,7 @@ def _exact_portion(split: "TokenSplit", source: int, portion: Portion) -> Portio
     return None
 
 
-def rows_of(shards: list[dict], source: int) -> slice:
+def rows_of_source(shards: list[dict], source: int) -> slice:
     """Find the documents of one source in a split: they are neighbours."""
     before = sum(shard["documents"] for shard in shards if shard.get("source", 0) < source)
     own = sum(shard["documents"] for shard in shards if shard.get("source", 0) == source)

@@ -33,7 +33,7 @@ from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, several, three_digits
 from pretraining.planning.setup import Setup
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import model_flops_utilization
+from pretraining.planning.step_time import model_flops_utilization
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.model import is_exact, own_key, value_of

@@ -18,13 +18,13 @@ from urllib.parse import quote, urlsplit
 from urllib.request import Request, urlopen
 
 from pretraining.data.prepared import open_prepared
-from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import list_files
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding
 from pretraining.doctor.launch import Launch, trackers_of
 from pretraining.errors import UserError, reason_of, require
 from pretraining.outside.addresses import hub_repository, is_remote
 from pretraining.outside.masking import masked
+from pretraining.outside.store import PATIENCE_VARIABLE
 from pretraining.planning.quantities import several
 from pretraining.recipe.data import TextOrigin
 from pretraining.runtime import host

@@ -247,10 +247,10 @@ def _validation_text(recipe: dict) -> dict[str, Any]:
 
 
 def as_text(answer: dict[str, Any], values: dict[str, Any]) -> str:
-    return f"{write_table(ROWS, answer['rows'])}\n\n{facts(rows_of(answer, values))}"
+    return f"{write_table(ROWS, answer['rows'])}\n\n{facts(fact_rows(answer, values))}"
 
 
-def rows_of(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, str]]:
+def fact_rows(answer: dict[str, Any], values: dict[str, Any]) -> list[tuple[str, str]]:
     """Write every answer as a label and a line."""
     expected = Expected(**answer["expected"])
     law = values["fits"][DECAYED]["law"]
@@ -316,7 +316,7 @@ def ladder_payload(ladder: Ladder, answer: dict[str, Any]) -> dict[str, Any]:
         "name": ladder.values["name"],
         "sizes": sizes,
         "forecast": {name: {"flops": flops, "value": values} for name, values in curves.items()},
-        "answers": rows_of(answer, ladder.values),
+        "answers": fact_rows(answer, ladder.values),
         "columns": [column.title for column in ROWS],
         "rows": [[column.cell(row) for column in ROWS] for row in answer["rows"]],
     }

@@ -6,11 +6,11 @@ from pretraining.command_line import answer_one
 from pretraining.errors import one_line_errors
 from pretraining.planning.comparison import CompareVerb
 from pretraining.planning.costs import CostVerb
+from pretraining.planning.fit import FitVerb
 from pretraining.planning.gpus import GpusVerb
 from pretraining.planning.memory.need import MemoryVerb
 from pretraining.planning.parallelism import ParallelismVerb
 from pretraining.planning.scaling_laws import ChinchillaVerb
-from pretraining.planning.search import FitVerb
 from pretraining.planning.setup import FlopsVerb, ParametersVerb
 
 EPILOG = """examples:

@@ -15,7 +15,7 @@ from pretraining.planning.memory.need import memory_need
 from pretraining.planning.quantities import duration, num_bytes, three_digits
 from pretraining.planning.run_plan import RunPlan, build_run_plan
 from pretraining.planning.setup import Setup
-from pretraining.planning.throughput import model_flops_utilization
+from pretraining.planning.step_time import model_flops_utilization
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.run_folder import (

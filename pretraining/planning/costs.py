@@ -20,7 +20,7 @@ from pretraining.planning.quantities import (
 )
 from pretraining.planning.run_plan import RunPlan, build_run_plan, checkpoints_written, save_every
 from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, setup_of
-from pretraining.planning.throughput import (
+from pretraining.planning.step_time import (
     ESTIMATED,
     Utilization,
     expected_utilization,

@@ -12,16 +12,16 @@ from functools import cached_property
 from pretraining.ds_config import ds_config_names, load_ds_config, optimizer_device, parameter_device
 from pretraining.planning.comparison import predicted
 from pretraining.planning.costs import cost_of_checkpoints
+from pretraining.planning.fit import fitting, nearest_fit
 from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need
 from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, layer_messages, spans_nodes
 from pretraining.planning.quantities import duration, num_bytes, several
 from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan
-from pretraining.planning.search import fitting, nearest_fit
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import ROUTER, parameter_tensors
 from pretraining.planning.sizes import balance_of_experts, model_size
-from pretraining.planning.throughput import StepTime, step_time
+from pretraining.planning.step_time import StepTime, step_time
 from pretraining.recipe.model import ROUTER_COEFFICIENT, has_experts, own_key, properties_of
 from pretraining.recipe.training import ADAMW, WITHOUT_WARMUP
 

@@ -22,7 +22,7 @@ from pretraining.planning.quantities import duration, gpu_count, num_bytes, shar
 from pretraining.planning.setup import BareSize, add_setup_arguments, setup_of
 from pretraining.planning.shapes import parameter_tensors, widths_of
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import model_flops_utilization
+from pretraining.planning.step_time import model_flops_utilization
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import is_exact, value_of
 from pretraining.recipe.refusals import check_run

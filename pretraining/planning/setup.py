@@ -191,7 +191,7 @@ _CUT = re.compile(
     r"\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.(weight|bias)$"
     r"|\.(self_attn\.o_proj|mlp\.down_proj)\.weight$"
 )
-# by tokens of the vocabulary (model/vocabulary_parallel.py); the fullest rank has a row more if the degree does not
+# by tokens of the vocabulary (model/parallel.py); the fullest rank has a row more if the degree does not
 # divide them
 _TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 

@@ -202,8 +202,8 @@ class Resize(NamedTuple):
 def kept_resizes(changes: Sequence[dict], sizes: StepSizes) -> tuple[Resize, ...]:
     """Return the changes of the step's size through which a schedule that counts steps keeps its place.
 
-    None before a change of the schedule itself: from there on it counts steps as they are. The same after a change that
-    came while a ramp still made the steps larger.
+    Those that follow the newest change of the schedule itself, since it counts steps as they are then, and the end of a
+    ramp. A changed ramp leaves none.
     """
     if any(change["key"] == RAMP for change in changes):
         return ()
@@ -227,6 +227,7 @@ class Progress:
     step: int = 0
     tokens: int = 0
     resizes: tuple[Resize, ...] = ()
+    counts_tokens: bool = False  # whether the schedule does, in units of full steps, and not steps
 
     @property
     def extra_tokens(self) -> int:
@@ -250,25 +251,19 @@ class Progress:
         """Return the samples consumed after `step`, which is the position of the next one."""
         return self.tokens_at(step) // self.sequence_length
 
-    def full_steps_at(self, step: int) -> float:
-        """Return the tokens consumed after `step` in steps of full size, by which a schedule in tokens counts."""
-        return self.tokens_at(step) / self.step_sizes.full
+    def schedule_place(self, step: int) -> float:
+        """Return where the schedule is after `step`: by tokens in steps of full size, or by steps.
 
-    def schedule_steps_at(self, step: int) -> float:
-        """Return where a schedule that counts steps is after `step`.
-
-        It counts steps of the size with which it began. A later step of twice that size moves it on by two, so that the
-        rate stays where it was when the size changed.
+        These are of the size with which it began. A later step of twice that size moves it on by two, so that the rate
+        stays where it was when the size changed.
         """
+        if self.counts_tokens:
+            return self.tokens_at(step) / self.step_sizes.full
         place: float = step
         for at, earlier, now in reversed(self.resizes):
             # from here backwards: steps after the change, in steps of the size before it
             place = at + (place - at) * now / earlier if step > at else place
         return place
-
-    def schedule_place(self, step: int, counts_tokens: bool) -> float:
-        """Return where the schedule is after `step`, in the units in which it counts."""
-        return self.full_steps_at(step) if counts_tokens else self.schedule_steps_at(step)
 
 
 def increment_of(ramp: Ramp) -> int:

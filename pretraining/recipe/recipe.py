@@ -138,7 +138,8 @@ class Recipe:
         changes: what the run has accepted on the way, in order: {"step", "key", "from", "to"} each.
         """
         resizes = kept_resizes(changes, self.step_sizes)
-        return Progress(self.step_sizes, self.sequence_length, self.budget.tokens, step, tokens, resizes)
+        sizes, by_tokens = self.step_sizes, self.schedule_counts_tokens
+        return Progress(sizes, self.sequence_length, self.budget.tokens, step, tokens, resizes, by_tokens)
 
     @property
     def own_groups(self) -> list[str]:
@@ -210,9 +211,8 @@ class Recipe:
         return self.budget.warmup_tokens is not None or self.budget.decay_tokens is not None
 
     def warmup_steps(self, num_steps: float) -> int:
-        """Full steps of rising rate in a run of `num_steps`; `training.warmup_steps` may be a share of it."""
-        given = self.training_keywords.warmup_steps
-        return int(given) if given >= 1 else math.ceil(num_steps * given)
+        """Full steps of rising rate in a run of `num_steps`."""
+        return self.training_keywords.warmup_in(num_steps)
 
     def decay_start(self, num_steps: float) -> float | None:
         """Full steps before the rate falls in a run of `num_steps`; None if not by `warmup_stable_decay`."""
@@ -227,11 +227,8 @@ class Recipe:
 
     def is_before_decay(self, step: int, progress: Progress) -> bool:
         """Return whether the rate, by `warmup_stable_decay`, has not begun to fall after `step`."""
-        place, end = (
-            progress.schedule_place(at, self.schedule_counts_tokens) for at in (step, progress.last_step)
-        )
-        start = self.decay_start(end)
-        return start is not None and place <= start
+        start = self.decay_start(progress.schedule_place(progress.last_step))
+        return start is not None and progress.schedule_place(step) <= start
 
     @property
     def training_keywords(self) -> Training:

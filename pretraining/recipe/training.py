@@ -247,6 +247,11 @@ class Training(dict):
             keywords["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // budget.tokens_per_step}
         return keywords
 
+    def warmup_in(self, num_steps: float) -> int:
+        """Steps of warm-up in a run of `num_steps`: `warmup_steps` may be a share of it."""
+        given = self.warmup_steps
+        return int(given) if given >= 1 else math.ceil(num_steps * given)
+
     @property
     def recomputed_one_in(self) -> int:
         """n if one layer in n is computed again for the backward pass; 0: none is."""
@@ -354,8 +359,7 @@ def check_schedule(
         yield key, f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
     full_steps = num_steps if training == in_steps else budget.tokens // budget.tokens_per_step
     decay, stable = keywords["num_decay_steps"], keywords.get("num_stable_steps", 0)
-    given = in_steps.warmup_steps
-    warmup = int(given) if given >= 1 else math.ceil(given * full_steps)
+    warmup = in_steps.warmup_in(full_steps)
     if warmup + stable + decay > full_steps:
         parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
         what = f"is {decay} steps; with {parts} that is more than the run's {full_steps} steps: shorten them"

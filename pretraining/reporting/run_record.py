@@ -27,7 +27,7 @@ from pretraining.runtime.run_folder import (
     events_of,
     first_step,
     step_in_name,
-    step_of,
+    step_of_event,
 )
 from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime
 from pretraining.schema import fits
@@ -115,7 +115,7 @@ class RunRecord:
             self.hours = np.interp(self.steps, self.steps[rows], done) / 3600 if len(rows) else 0 * self.steps
         self.event_steps, newest_then = [], 0.0
         for event in self.events:
-            if (step := step_of(event)) is None:
+            if (step := step_of_event(event)) is None:
                 # an end follows every row, whatever the clocks say
                 at_end = event.get("event") == "end" or not self.has_times
                 before = np.searchsorted(times, np.inf if at_end else event_seconds(event), side="right")

@@ -213,7 +213,7 @@ def event_seconds(event: dict) -> float:
     return float("inf")
 
 
-def step_of(event: dict) -> float | None:
+def step_of_event(event: dict) -> float | None:
     """Read the step that an event names, or its checkpoint's; None if it names neither."""
     if isinstance(event.get("step"), int | float):
         return float(event["step"])
@@ -251,7 +251,7 @@ class StepTotals(NamedTuple):
 def first_step(events: list[dict]) -> int:
     """Return the step after which a run began: 0, or its checkpoint's step if it began as a branch of another run."""
     began = next((event for event in events if event.get("event") in STARTS), {})
-    return int(step_of(began) or 0)
+    return int(step_of_event(began) or 0)
 
 
 def keep_past_rows(

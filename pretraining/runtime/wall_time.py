@@ -18,7 +18,7 @@ from pretraining.runtime.run_folder import (
     event_seconds,
     first_step,
     read_events,
-    step_of,
+    step_of_event,
 )
 
 SECONDS = "throughput/step_seconds"
@@ -102,7 +102,7 @@ def attempts(events: list[dict], until: float) -> list[Attempt]:
         # a clock that is set back must not make time negative
         held_until = max(began, at if isfinite(at) else next_start)
         why = next((str(last[key]) for key in ("reason", "who", "why") if last.get(key)), "")
-        ranks, step = int(rows[0].get("world_size") or 1), int(step_of(rows[0]) or 0)
+        ranks, step = int(rows[0].get("world_size") or 1), int(step_of_event(rows[0]) or 0)
         found.append(Attempt(began, held_until, ranks, step, step, end, why, held_until))
     return found
 
@@ -164,7 +164,7 @@ class WallTime:
             claims = {}
             if after is None and reached > attempt.began:
                 saves = [row for row in events if row.get("event") == "save"]
-                waits = [row.get("blocked_seconds") for row in saves if (step_of(row) or 0) >= before]
+                waits = [row.get("blocked_seconds") for row in saves if (step_of_event(row) or 0) >= before]
                 claims["saving"] = sum(float(each or 0.0) for each in waits)
                 claims["validation"] = min(validated, attempt.held_until) - reached - claims["saving"]
             _divide(spent, attempt.held_until - reached, claims, attempt.lost_as)

@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
-import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch.utils.data import default_convert
 from transformers import AutoConfig, TrainingArguments, enable_full_determinism
 from transformers.utils import is_liger_kernel_available, is_torch_tf32_available
 
 from pretraining.command_line import ranks_here
-from pretraining.data.documents import part_of_sequences, stack_blocks
 from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
@@ -223,10 +220,3 @@ def training_refusals(where: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"recipe {where}: training: {error}") from error
-
-
-def collate_blocks(
-    blocks: list[dict[str, np.ndarray]], part: int = 0, parts: int = 1
-) -> dict[str, torch.Tensor | int]:
-    """Stack blocks to tensors for the model's forward pass: of each sequence the rank's own `part` of `parts`."""
-    return default_convert(part_of_sequences(stack_blocks(blocks), part, parts))

@@ -26,7 +26,6 @@ from pretraining.runtime.process_group import rank_and_world_size, sum_over_rank
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.gradients import loss_scale
 from pretraining.upstream.deepspeed import drop_refused_sums, refuse_norms
-from pretraining.upstream.torch import rates_now, set_rates
 
 RECENT = 16
 """Steps whose median is the expected value; few enough to follow a falling loss."""
@@ -318,9 +317,6 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             part.restore(value) if hasattr(part, "restore") else setattr(self, key, value)
         # the Trainer expects an entry when it saves, and an older checkpoint lacks it
         state.stateful_callbacks[name] = self.state()
-        if isinstance(lr_scheduler, LambdaLR):
-            # A checkpoint has the rate of the next step from before the journal's last row.
-            set_rates(lr_scheduler, rates_now(lr_scheduler))
         self._set_limit()
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:

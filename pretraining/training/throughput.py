@@ -21,6 +21,7 @@ import torch.distributed as dist
 from pretraining.errors import UserError
 from pretraining.planning.gpus import FILE, find_gpu
 from pretraining.planning.sizes import flops_per_token, size_of_recipe
+from pretraining.planning.step_time import model_flops_utilization
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
 from pretraining.recipe.sections import LowUse
@@ -161,11 +162,10 @@ class SpeedMeter:
         """Return MFU and HFU as shares of the dense peak (PaLM, appendix B)."""
         if self.peak_flops is None:
             return {}
-        share = tokens_per_second / (self.world_size * self.peak_flops)
-        return {
-            "throughput/mfu": round(share * self.model_flops_per_token, 6),
-            "throughput/hfu": round(share * self.hardware_flops_per_token, 6),
-        }
+        flops = {"mfu": self.model_flops_per_token, "hfu": self.hardware_flops_per_token}
+        rate, ranks, peak = tokens_per_second, self.world_size, self.peak_flops
+        shares = {name: model_flops_utilization(rate, each, ranks, peak) for name, each in flops.items()}
+        return {f"throughput/{name}": round(share, 6) for name, share in shares.items()}
 
 
 def device_peak_flops(recipe: Recipe) -> float | None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 from transformers import (
     PreTrainedModel,
     PrinterCallback,
@@ -27,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from pretraining.data.documents import part_of_sequences, stack_blocks
 from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.runtime.journal import NOTHING_HEALED
@@ -35,10 +37,11 @@ from pretraining.runtime.process_group import ALONE, RankGroups
 from pretraining.runtime.processes import ignore_in_worker, kill_workers
 from pretraining.runtime.run_folder import is_validated
 from pretraining.training import optimizers
-from pretraining.training.arguments import collate_blocks, training_refusals
+from pretraining.training.arguments import training_refusals
 from pretraining.training.gradients import Clipping, LogitClip
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import Muon
+from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.training.stopping import StoppingCallback
 from pretraining.training.throughput import StepClock
 from pretraining.upstream.deepspeed import keep_norm_at_stage_0, mend_optimizer, stepping_optimizers
@@ -118,7 +121,7 @@ class PretrainingTrainer(OpenTrainer):
             if recipe.optimizer.qk_clip:
                 callbacks.append(LogitClip(recipe.optimizer.qk_clip))
             if recipe.speed.bf16_decay:
-                callbacks.append(optimizers.Bf16InDecay(recipe, self.schedule_place))
+                callbacks.append(optimizers.Bf16InDecay(recipe, self.progress.schedule_place))
             part, ranks = groups.sequence_part, groups.degrees.sequence
             super().__init__(
                 model=model,
@@ -164,16 +167,12 @@ class PretrainingTrainer(OpenTrainer):
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LRScheduler:
         """Build the recipe's schedule, and let it follow the run."""
-        num_steps = self.schedule_place(num_training_steps)
-        if (schedule := optimizers.own_schedule(self.recipe, num_steps)) is not None:
+        num_steps = self.progress.schedule_place(num_training_steps)
+        if (schedule := own_schedule(self.recipe, num_steps)) is not None:
             self.lr_scheduler = LambdaLR(self.optimizer if optimizer is None else optimizer, schedule)
         scheduler = super().create_scheduler(num_steps, optimizer)
-        optimizers.follow_run(scheduler, self.progress, self.recipe.schedule_counts_tokens, self.journal)
+        follow_run(scheduler, self.progress, self.journal)
         return scheduler
-
-    def schedule_place(self, finished_steps: int) -> float:
-        """Return where the schedule is, in the units in which it counts: full steps, or steps of the first size."""
-        return self.progress.schedule_place(finished_steps, self.recipe.schedule_counts_tokens)
 
     def gradient_norm_known(self, norm: float | torch.Tensor | None) -> None:
         notify(self.callback_handler.callbacks, "on_gradient_norm", norm)
@@ -211,7 +210,9 @@ class PretrainingTrainer(OpenTrainer):
         optimizer.param_groups[:] = split_by_type(optimizer.param_groups)
         if isinstance(optimizer, Muon):
             # first: what it adds to the logs comes before the row is written
-            self.callback_handler.callbacks.insert(0, optimizers.GroupValues(optimizer, self.schedule_place))
+            self.callback_handler.callbacks.insert(
+                0, optimizers.GroupValues(optimizer, self.progress.schedule_place)
+            )
         is_plain = len(optimizer.param_groups) <= PLAIN_GROUPS and not self.recipe.weights.frozen
         if self.is_world_process_zero() and not is_plain:
             print("\n".join(optimizers.describe_groups(optimizer, self.model)), flush=True)
@@ -409,3 +410,10 @@ def _begin_worker(first: Callable[[int], None] | None, worker: int) -> None:
     if first is not None:
         first(worker)
     ignore_in_worker()
+
+
+def collate_blocks(
+    blocks: list[dict[str, np.ndarray]], part: int = 0, parts: int = 1
+) -> dict[str, torch.Tensor | int]:
+    """Stack blocks to tensors for the model's forward pass: of each sequence the rank's own `part` of `parts`."""
+    return default_convert(part_of_sequences(stack_blocks(blocks), part, parts))

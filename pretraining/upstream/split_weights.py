@@ -2,7 +2,7 @@
 
 Rows of a table. AutoTP cuts a weight in place, notes on it what was cut, and marks it, so that gradient norms count
 each part once and exports gather the whole. `hold_rows` has AutoTP's own layer write the note and the marks for a
-weight which our modules keep (`model/vocabulary_parallel.py`). All that reads them (`upstream/deepspeed.py`) then holds
+weight which our modules keep (`model/parallel.py`). All that reads them (`upstream/deepspeed.py`) then holds
 for these weights too.
 
 DeepSpeed has layers for it, `VocabParallelEmbedding` and `VocabParallelLinear`, which are not used. They take the place

@@ -6,7 +6,7 @@
   once a closed rendezvous can be opened again.
   A command may take another id instead (`Meeting`), which all nodes find alike: the first that is not over.
 - The address of the ranks' store is kept over rounds by every node that is not the first: after the loss or the return
-  of the first node the others would look for the old one. A public variable (`MEET_ANEW` of supervise.py) has it agreed
+  of the first node the others would look for the old one. A public variable (`MEET_ANEW` of supervise/) has it agreed
   on anew. Held by test_fleet.py; may go once torchrun does so in each round.
 """
 

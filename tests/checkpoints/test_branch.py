@@ -17,7 +17,7 @@ from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe, recipe_names
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.optimizers import follow_run
+from pretraining.training.schedule import follow_run
 from tests.gear.runs import LLAMA, Run, bytes_of, completed, contents, execute, launcher, on_own_port
 from tests.gear.small_checkpoints import identity_of, save
 from tests.training.test_batch_ramp import RAMPED
@@ -140,8 +140,8 @@ def test_a_branch_of_a_schedule_in_tokens_goes_on_in_tokens(tmp_path, capsys):
     assert recipe.num_steps == 1000 and recipe.budget.decay_tokens == 200 * 2048
     assert "num_decay_steps" not in recipe.training.lr_scheduler_kwargs
     progress = recipe.progress()
-    scheduler = scheduler_of(recipe, progress.full_steps_at(recipe.num_steps))
-    follow_run(scheduler, progress, counts_tokens=recipe.schedule_counts_tokens)
+    scheduler = scheduler_of(recipe, progress.schedule_place(recipe.num_steps))
+    follow_run(scheduler, progress)
     (rate,) = scheduler.lr_lambdas
     assert [rate(step) for step in (50, 150, 800, 900, 1000)] == pytest.approx([0.25, 1, 1, 0.5, 0])
 

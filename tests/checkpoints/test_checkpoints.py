@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretraining.checkpoints.choosing import choose_checkpoint
-from pretraining.checkpoints.folders import damage, remove_uncommitted, set_aside_after, share_of
+from pretraining.checkpoints.folders import damage, rank_files, remove_uncommitted, set_aside_after
 from pretraining.checkpoints.format import FORMAT, MARKER, Start, read_marker, receipt_name, write_marker
 from pretraining.checkpoints.resume import changes_since, record_changes, recorded_changes
 from pretraining.checkpoints.retention import Retention
@@ -97,7 +97,7 @@ def test_swapped_folders_are_not_taken_for_each_other(run):
 def test_ranks_share_the_reading():
     """Each file is compared by one rank; the largest ones lie on different ranks."""
     files = {f"file-{number}": {"bytes": number * 100} for number in range(1, 8)}
-    shares = [share_of(files, rank, 3) for rank in range(3)]
+    shares = [rank_files(files, rank, 3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(entry["bytes"] for entry in share.values()) for share in shares]
     assert max(loads) - min(loads) <= 200
@@ -312,17 +312,17 @@ def test_a_schedule_of_steps_goes_on_where_it_was_when_their_size_changes():
     ]
     progress = Start(None, 500, 400 * 2048 + 100 * 4096, tuple(changes)).progress(recipe)
     places = {399: 399, 400: 400, 401: 402, 500: 600, 501: 600.5, progress.last_step: whole.last_step}
-    assert {step: progress.schedule_steps_at(step) for step in places} == places
+    assert {step: progress.schedule_place(step) for step in places} == places
     # a schedule that was set anew at the same step counts the new steps
     renewed = (*changes, {"step": 500, "key": "training.warmup_steps", "from": 100, "to": 50})
-    assert Start(None, 500, 0, renewed).progress(recipe).schedule_steps_at(700) == 700
+    assert Start(None, 500, 0, renewed).progress(recipe).schedule_place(700) == 700
 
 
 def test_with_tokens_counted_the_rate_stays_where_it_was():
     """As large a share of the schedule is done as before the steps grew."""
     before, now = load_recipe("features/gpt2"), load_recipe("features/gpt2", [LARGER, *BY_TOKENS])
     progress = Start(None, 400, 400 * 2048).progress(now)
-    clock, last = progress.full_steps_at, progress.last_step
+    clock, last = progress.schedule_place, progress.last_step
     assert clock(400) / clock(last) == 400 / before.num_steps
     assert now.warmup_steps(last) / clock(last) == before.warmup_steps(before.num_steps) / before.num_steps
 

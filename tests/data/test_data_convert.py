@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from pretraining.data.__main__ import main
+from pretraining.data.finished import verify_data
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.tools.convert import TokenBytes, TokenFiles, draw_of_tokens, export_data, import_data
-from pretraining.data.tools.finished import verify_data
 from pretraining.runtime.exit_codes import INTERRUPTED
 from tests.data.test_data_prep import make_texts, recipe_for
 from tests.gear.finished_data import documents_of, make_data, refusal

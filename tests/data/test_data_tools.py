@@ -11,12 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from pretraining.data.__main__ import main
+from pretraining.data.finished import open_finished, verify_data
 from pretraining.data.manifest import read_manifest
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import SplitWriter
 from pretraining.data.tools.convert import FORMATS, READ_ONLY
-from pretraining.data.tools.finished import open_finished, verify_data
 from pretraining.data.tools.inspect import Inspection, measure_data
 from pretraining.data.tools.push import plan_push
 from pretraining.evaluation.sampling import encode, encode_start

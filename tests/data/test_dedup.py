@@ -38,15 +38,8 @@ from pretraining.data.dedup.duplicates import (
     windows_of,
     without_windows,
 )
-from pretraining.data.dedup.signatures import (
-    BATCH_CHARACTERS,
-    MinHashSpec,
-    agreement,
-    bands_and_rows,
-    recall_at,
-    sign_piece,
-    units_of,
-)
+from pretraining.data.dedup.minhash import MinHashSpec, agreement, bands_and_rows, recall_at, sign_piece
+from pretraining.data.dedup.ngrams import BATCH_CHARACTERS, units_of
 from pretraining.data.manifest import read_manifest, report_text
 from pretraining.data.tools.inspect import Inspection
 from pretraining.errors import UserError

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from pretraining.data.corpus import open_sources
+from pretraining.data.finished import open_finished
 from pretraining.data.manifest import read_manifest, verify
-from pretraining.data.preparation import run_task
 from pretraining.data.preparation.plan import Preparation
 from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.preparation.stage import run_task
 from pretraining.data.prepared import open_prepared
-from pretraining.data.tools.finished import open_finished
 from pretraining.data.tools.inspect import measure_data, stats_text
 from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import load_recipe

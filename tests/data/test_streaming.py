@@ -190,7 +190,7 @@ def test_a_store_that_fails_one_request_in_five_loses_nothing(
     prepared, connected, cache, treatment, packing, monkeypatch
 ):
     """Errors, closed connections, half answers and flipped bits: the same stream in the same order."""
-    monkeypatch.setattr("pretraining.data.streaming.store.FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr("pretraining.outside.store.FIRST_DELAY_SECONDS", 0.001)
 
     def one_in_five(number, path):
         return treatment if number % 5 == 4 and ".arrow" in path else None

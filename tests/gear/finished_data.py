@@ -10,9 +10,9 @@ import pytest
 
 from pretraining.data.__main__ import main
 from pretraining.data.checksums import content_fingerprint
+from pretraining.data.finished import open_finished
 from pretraining.data.manifest import read_manifest
 from pretraining.data.shards import SplitWriter
-from pretraining.data.tools.finished import open_finished
 from pretraining.errors import UserError
 from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
 

@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pretraining.planning.throughput import ATTENTION_BACKWARD, CAUSAL
+from pretraining.planning.step_time import ATTENTION_BACKWARD, CAUSAL
 from tests.gear.runs import TOKENIZER
 
 COMPILED = {"eager": "none", "compiled": "blocks"}

@@ -46,18 +46,18 @@ from pretraining.checkpoints.remote import RemoteRun, fetch_share
 from pretraining.checkpoints.resume import changes_in, changes_since, recorded_changes
 from pretraining.checkpoints.shard_files import CheckpointReader, mean_running_loss
 from pretraining.data.dedup.decontamination import read_evaluation_sets
+from pretraining.data.finished import open_finished, verify_data
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import ShardCache
-from pretraining.data.streaming.store import PATIENCE_VARIABLE
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.data.tokenizer import describe_tokenizer
-from pretraining.data.tools.finished import open_finished, verify_data
 from pretraining.data.tools.formats import MdsFolder
 from pretraining.errors import UserError, file_error
 from pretraining.evaluation.scores import read_items
 from pretraining.model.given_weights import _config_of
 from pretraining.model.weight_files import check_params, open_weights
+from pretraining.outside.store import PATIENCE_VARIABLE
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.postmortem import as_text, look_back
 from pretraining.recipe import load_recipe
@@ -67,7 +67,7 @@ from pretraining.runtime.journal import Journal
 from pretraining.runtime.lock import holder_of, lock_folder
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.supervise.hosts import Hosts
-from pretraining.training.optimizers import share_of_peak
+from pretraining.training.schedule import share_of_peak
 from tests.gear.runs import LLAMA, Workshop
 
 DEFECTS = ("traceback", "hang", "outside")
@@ -293,7 +293,7 @@ class OutsideFuzz:
 
     def _use_journal(self, journal: Journal) -> object:
         position = journal.left_out, journal.overtakes(5, 0), journal.position(9)
-        return *position, share_of_peak(float, 5, self.resolved.progress(), False, journal)
+        return *position, share_of_peak(float, 5, self.resolved.progress(), journal)
 
     def _list(self) -> None:
         checkpoints.main(["list", str(self.run.path)])

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.dedup.duplicates import KEYS_NAME, SKETCH_NAME
-from pretraining.data.dedup.signatures import Signatures, batches_of, ngrams_of, units_of
+from pretraining.data.dedup.minhash import Signatures
+from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
 
 
 def ngram_sets(texts: Sequence[str], n: int, unit: str = "words") -> list[np.ndarray]:

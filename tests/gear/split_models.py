@@ -170,8 +170,8 @@ def trained(model: dict, ds_config: dict | None, degrees) -> tuple[list, object,
     from pretraining.model.loss import build_loss
     from pretraining.recipe.sections import Loss
     from pretraining.runtime.process_group import ALONE, rank_groups
-    from pretraining.training.arguments import collate_blocks
     from pretraining.training.experts import ExpertLoad
+    from pretraining.training.trainer import collate_blocks
     from pretraining.upstream.split_weights import expert_groups_of
 
     groups = rank_groups(degrees) if ds_config else ALONE

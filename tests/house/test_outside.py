@@ -15,11 +15,11 @@ from pretraining.checkpoints.folders import health
 from pretraining.checkpoints.format import MARKER, read_receipt, write_json, write_marker
 from pretraining.checkpoints.publish import LIST, to_store
 from pretraining.checkpoints.remote import RemoteRun
+from pretraining.data.finished import source_names
 from pretraining.data.manifest import parse_manifest
 from pretraining.data.publishing import preparation_lock
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.streaming.remote_data import RemoteData
-from pretraining.data.tools.finished import source_names
 from pretraining.errors import UserError
 from pretraining.outside.files import inside, parse_json, read_bytes
 from pretraining.planning.comparison import measured_beside_planned

@@ -18,7 +18,7 @@ from pretraining.model.build import build_model
 from pretraining.model.loss import next_token_loss
 from pretraining.recipe import load_recipe
 from pretraining.recipe.fixed_keys import changed_parts
-from pretraining.training.arguments import collate_blocks
+from pretraining.training.trainer import collate_blocks
 from tests.data.test_shards import random_documents, write_split
 from tests.gear.runs import FAMILIES, LLAMA, TOKENIZER, completed, execute, made_once
 from tests.training.test_batch_ramp import RAMPED

@@ -18,7 +18,7 @@ from pretraining.planning.gpus import find_gpu
 from pretraining.planning.run_plan import Machine
 from pretraining.planning.setup import Setup
 from pretraining.planning.sizes import fp8_tensors
-from pretraining.planning.throughput import ceiling
+from pretraining.planning.step_time import ceiling
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Speed

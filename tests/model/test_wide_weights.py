@@ -17,7 +17,7 @@ from pretraining.planning.memory.states import state_of
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import wide_tensors
-from pretraining.planning.throughput import ceiling
+from pretraining.planning.step_time import ceiling
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Speed, Weights

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pretraining.errors import UserError
-from pretraining.planning import throughput
+from pretraining.planning import step_time
 from pretraining.planning.comparison import QUANTITIES, compare_run
 from pretraining.planning.costs import forecast
 from pretraining.planning.run_plan import Objection, Verdict, build_run_plan
@@ -65,7 +65,7 @@ def test_a_measured_run_feeds_later_plans(tmp_path, monkeypatch):
         measured_run.line_of(run)
     run.add_event("end", measured={"mfu": 0.36})
     append_row(tmp_path / "h200.jsonl", measured_run.line_of(run))
-    monkeypatch.setattr(throughput.expected_utilization, "__defaults__", (tmp_path, 1.0))
+    monkeypatch.setattr(step_time.expected_utilization, "__defaults__", (tmp_path, 1.0))
     found = forecast(case, H200)
     assert "measured" in found["utilization"]["source"] and not found["utilization"]["assumed"]
     assert found["mfu"] == pytest.approx(0.36)

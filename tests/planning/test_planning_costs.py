@@ -12,14 +12,14 @@ from pretraining.planning import scaling_laws as laws
 from pretraining.planning.__main__ import main
 from pretraining.planning.constants import table
 from pretraining.planning.costs import CheckpointCost, cost_of_checkpoints, energy_words, forecast
+from pretraining.planning.fit import fitting
 from pretraining.planning.gpus import all_gpus, find_gpu, prices_of
 from pretraining.planning.messages import GRADIENTS, WEIGHTS, step_messages, zero_bytes
 from pretraining.planning.parallelism import Cluster, Division, layout_memory, layouts
 from pretraining.planning.run_plan import build_run_plan
-from pretraining.planning.search import fitting
 from pretraining.planning.setup import Setup
 from pretraining.planning.sizes import flops_per_token, model_size
-from pretraining.planning.throughput import expected_utilization, step_time
+from pretraining.planning.step_time import expected_utilization, step_time
 from pretraining.recipe import load_recipe
 from tests.gear.runs import execute
 from tests.planning.test_planning import setup

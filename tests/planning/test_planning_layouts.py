@@ -9,6 +9,7 @@ import pytest
 from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
+from pretraining.planning.fit import fitting
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.activations import activations
@@ -17,10 +18,9 @@ from pretraining.planning.memory.states import state_of
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, spans_nodes, step_messages
 from pretraining.planning.run_plan import Machine
 from pretraining.planning.screen import as_text, fewest_ranks, full_plan
-from pretraining.planning.search import fitting
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import ranks_met
-from pretraining.planning.throughput import ceiling, step_time
+from pretraining.planning.step_time import ceiling, step_time
 from pretraining.recipe import RECIPES, load_recipe
 from tests.gear.tracked_memory import setup_of, trace
 from tests.planning.test_planning import setup

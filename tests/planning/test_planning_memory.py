@@ -14,6 +14,7 @@ from pretraining.ds_config import degrees_of, load_ds_config
 from pretraining.errors import UserError
 from pretraining.planning.__main__ import main
 from pretraining.planning.comparison import QUANTITIES, predicted
+from pretraining.planning.fit import SAME, candidates, fitting, nearest_fit, worth_choosing
 from pretraining.planning.gate import check_plan
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.memory.need import memory_need, pinned_bytes, shrink
@@ -21,10 +22,9 @@ from pretraining.planning.memory.states import optimizer_states
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.run_plan import Machine, build_run_plan
 from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.search import SAME, candidates, fitting, nearest_fit, worth_choosing
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import parameter_tensors
-from pretraining.planning.throughput import step_time
+from pretraining.planning.step_time import step_time
 from pretraining.recipe import load_recipe, recipe_names
 from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.recipe.model import other_model_types

@@ -8,7 +8,7 @@ from pretraining.planning.costs import run_cost
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.parallelism import Cluster, layouts
 from pretraining.planning.sizes import ModelSize, flops_per_token, model_size
-from pretraining.planning.throughput import model_flops_utilization, tokens_per_second
+from pretraining.planning.step_time import model_flops_utilization, tokens_per_second
 
 WITHIN = 0.05
 DAY = 86400

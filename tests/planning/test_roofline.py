@@ -11,7 +11,7 @@ from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates
 from pretraining.planning.memory.need import memory_need, skips_last_product
 from pretraining.planning.messages import EXPERT
 from pretraining.planning.sizes import model_size
-from pretraining.planning.throughput import (
+from pretraining.planning.step_time import (
     ceiling,
     expected_rates,
     last_product,

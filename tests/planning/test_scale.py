@@ -51,7 +51,7 @@ def test_a_share_of_the_files_costs_one_look_at_each(monkeypatch):
     looks, replace = [], folders.heapreplace
     monkeypatch.setattr(folders, "heapreplace", lambda *each: looks.append(1) or replace(*each))
     files = {f"rank-{number}": {"bytes": 1 + number % 7} for number in range(4096)}
-    shares = [folders.share_of(files, rank, 64) for rank in (0, 63)]
+    shares = [folders.rank_files(files, rank, 64) for rank in (0, 63)]
     assert len(looks) == 2 * len(files) and not shares[0].keys() & shares[1].keys()
 
 

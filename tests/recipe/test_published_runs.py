@@ -21,7 +21,7 @@ from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe
 from pretraining.recipe.fixed_keys import differs_from_published
 from pretraining.reporting.published import curve_of
-from pretraining.training.optimizers import own_schedule
+from pretraining.training.schedule import own_schedule
 from tests.gear.runs import Run, execute, made_once
 
 FOLDER = RECIPES / "published"

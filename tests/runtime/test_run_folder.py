@@ -25,7 +25,7 @@ from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, one_line_disk_errors
 from pretraining.runtime.lock import lock_folder
-from pretraining.runtime.run_folder import RunFolder, read_events, step_of
+from pretraining.runtime.run_folder import RunFolder, read_events, step_of_event
 from tests.gear.runs import Run, committed, completed, contents, execute
 from tests.gear.small_checkpoints import identity_of, save
 
@@ -272,10 +272,10 @@ def test_rows_that_no_run_wrote_are_passed_over(tmp_path):
     with run.events.open("ab") as file:
         file.write(b"[1]\n\xff\xfe\n")
     assert run.last_event("end") == {"event": "end"}
-    assert step_of({"checkpoint": "checkpoint-12"}) == 12
+    assert step_of_event({"checkpoint": "checkpoint-12"}) == 12
     assert (
-        step_of({"checkpoint": "checkpoint-" + "9" * 400})
-        is step_of({"checkpoint": "checkpoint-\u00b2"})
+        step_of_event({"checkpoint": "checkpoint-" + "9" * 400})
+        is step_of_event({"checkpoint": "checkpoint-\u00b2"})
         is None
     )
     append_row(run.events, {"event": "save", "blocked_seconds": "long"})

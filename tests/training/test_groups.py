@@ -13,13 +13,8 @@ from pretraining.planning.sizes import check_rows
 from pretraining.recipe import load_recipe
 from pretraining.recipe.optimizer import HEAD, VECTOR, Optimizer
 from pretraining.recipe.piecewise import value_at
-from pretraining.training.optimizers import (
-    build_optimizer,
-    describe_groups,
-    follow_run,
-    kinds_of,
-    own_schedule,
-)
+from pretraining.training.optimizers import build_optimizer, describe_groups, kinds_of
+from pretraining.training.schedule import follow_run, own_schedule
 from pretraining.upstream.torch import rates_now
 from tests.gear.finished_data import refusal
 from tests.gear.runs import GPT_OSS, MODELS, execute

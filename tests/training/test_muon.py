@@ -24,12 +24,7 @@ from pretraining.training.muon import (
     plan_rounds,
     work_on_whole,
 )
-from pretraining.training.optimizers import (
-    build_optimizer,
-    choose_optimizer,
-    describe_groups,
-    kinds_of,
-)
+from pretraining.training.optimizers import build_optimizer, choose_optimizer, describe_groups, kinds_of
 from pretraining.upstream.matrices import hidden_matrices
 from tests.gear.runs import GPT_OSS, MODELS
 from tests.training.test_curve import FP32, SHORT, assert_one_curve

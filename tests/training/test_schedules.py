@@ -12,7 +12,7 @@ from transformers import TrainingArguments, get_scheduler
 from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import Budget
 from pretraining.training.arguments import build_arguments
-from pretraining.training.optimizers import follow_run
+from pretraining.training.schedule import follow_run
 from tests.gear.runs import Run, completed
 from tests.training.test_batch_ramp import RAMPED
 from tests.training.test_curve import column
@@ -115,10 +115,10 @@ def test_a_schedule_in_tokens_does_not_see_the_ramp(name, tmp_path):
         arguments.lr_scheduler_type,
         torch.optim.SGD([torch.zeros(1)], lr=1.0),
         num_warmup_steps=arguments.get_warmup_steps(STEPS),
-        num_training_steps=progress.full_steps_at(arguments.max_steps),
+        num_training_steps=progress.schedule_place(arguments.max_steps),
         scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
     )
-    follow_run(schedule, progress, counts_tokens=recipe.schedule_counts_tokens)
+    follow_run(schedule, progress)
     (rate,) = schedule.lr_lambdas
     assert recipe.num_steps > STEPS + 20 and recipe.num_tokens == STEPS * STEP
     for step in range(recipe.num_steps):

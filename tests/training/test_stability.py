@@ -27,7 +27,7 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.arguments import build_arguments
 from pretraining.training.gradients import LayerNormsCallback
 from pretraining.training.metrics import MetricsCallback
-from pretraining.training.optimizers import follow_run
+from pretraining.training.schedule import follow_run
 from pretraining.training.stability import (
     Deviations,
     NonFiniteGuard,

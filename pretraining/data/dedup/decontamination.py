@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.data.checksums import digest_of
-from pretraining.data.dedup.signatures import batches_of, ngrams_of, units_of
+from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
 from pretraining.data.quality.chain import added
 from pretraining.data.text_files import local_file, read_documents
 from pretraining.errors import UserError, require

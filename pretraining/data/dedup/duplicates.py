@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.dedup.signatures import NO_KEY, MinHashSpec, agreement, batches_of, ngrams_of, units_of
+from pretraining.data.dedup.minhash import NO_KEY, MinHashSpec, agreement
+from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
 
 PAIR = np.dtype([("first", "<i8"), ("second", "<i8"), ("similarity", "<f4")])
 """Two document numbers, the earlier first, and their estimated Jaccard similarity (1 for equal texts)."""

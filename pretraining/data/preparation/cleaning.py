@@ -22,8 +22,8 @@ import numpy as np
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, TextPiece, read_batches
 from pretraining.data.dedup import decontamination, duplicates
-from pretraining.data.dedup.signatures import MinHashSpec, sign_piece
-from pretraining.data.preparation import Stage
+from pretraining.data.dedup.minhash import MinHashSpec, sign_piece
+from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
 from pretraining.data.quality.chain import FilterChain, FilterReport
 from pretraining.data.text_files import Document

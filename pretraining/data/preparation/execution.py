@@ -21,7 +21,7 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.preparation import Stage, run_task
+from pretraining.data.preparation.stage import Stage, run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import preparation_lock
 from pretraining.errors import UserError, nearest, one_line_errors, require

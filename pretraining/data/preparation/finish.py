@@ -14,11 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.arriving import ARRIVED_NAME, ORIGIN
+from pretraining.data.arriving import ARRIVED_NAME
 from pretraining.data.checksums import checksum_of_file, content_fingerprint, digest_of
 from pretraining.data.corpus import summed_skips
+from pretraining.data.finished import complete
 from pretraining.data.manifest import (
     FORMAT,
+    ORIGIN,
     POSITIONS_FILE,
     check_blocks,
     consulted,
@@ -27,13 +29,12 @@ from pretraining.data.manifest import (
     reading_options,
     report_text,
 )
-from pretraining.data.portions import cut_shards, rows_of
+from pretraining.data.portions import cut_shards, rows_of_source
 from pretraining.data.preparation.cleaning import CleanedCorpus, merged_reports
 from pretraining.data.preparation.plan import Preparation, Survey
 from pretraining.data.preparation.tokenizing import POSITIONS_NAME, Tokenize, workable_share
 from pretraining.data.publishing import building, publish
 from pretraining.data.shards import Shard, SplitWriter, TokenSplit, split_entry, summed_entry, token_dtype
-from pretraining.data.tools.finished import complete
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 
@@ -65,7 +66,7 @@ class _Stretch(NamedTuple):
             "train": {**{key: begun[key] for key in ("documents", "tokens")}, "shards": shards},
             "validation": summed_entry(held_out, validation.dtype.name),
         }
-        first = rows_of(validation.shard_entries, source).start
+        first = rows_of_source(validation.shard_entries, source).start
         rows = slice(first, first + documents)
         return cls(folder, {**begun, "splits": splits, "cut": None}, folder / POSITIONS_FILE, rows)
 

@@ -18,7 +18,8 @@ from pretraining.data.corpus import CLEANING_KEYS, PIECE_BYTES, TASK_PIECES, Cor
 from pretraining.data.dedup.decontamination import fingerprint_of_sets
 from pretraining.data.manifest import consulted, deciding_section
 from pretraining.data.portions import Portion
-from pretraining.data.preparation import Stage, cleaning
+from pretraining.data.preparation import cleaning
+from pretraining.data.preparation.stage import Stage
 from pretraining.data.preparation.tokenizing import ALL, MakeTokenizer, Texts, Tokenize, TokenizeValidation
 from pretraining.data.publishing import work_folder
 from pretraining.errors import UserError

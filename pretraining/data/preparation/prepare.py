@@ -22,8 +22,8 @@ from pretraining.data.manifest import (
     source_entries,
 )
 from pretraining.data.portions import lacking, may_hold_more, portions_of, targets_beside
-from pretraining.data.preparation import run_task
 from pretraining.data.preparation.execution import Execution, run_stages, submit_to_slurm
+from pretraining.data.preparation.stage import run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder

@@ -16,8 +16,8 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, prefetch
 from pretraining.data.encoder import Encoder
 from pretraining.data.portions import Portion
-from pretraining.data.preparation import Stage
 from pretraining.data.preparation.cleaning import CleanedCorpus, Cleaner
+from pretraining.data.preparation.stage import Stage
 from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import SplitWriter
 from pretraining.data.tokenizer import (

@@ -12,7 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 from scipy.sparse import csr_matrix, vstack
 
-from pretraining.data.dedup.signatures import ngrams_of, units_of
+from pretraining.data.dedup.ngrams import ngrams_of, units_of
 from pretraining.errors import UserError
 from pretraining.runtime.durable_files import replacing
 

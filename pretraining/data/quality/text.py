@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pretraining.data.dedup.signatures import NUM_CODE_POINTS, random_words, word_hashes
+from pretraining.data.dedup.ngrams import NUM_CODE_POINTS, random_words, word_hashes
 
 _SENTENCE_TERMINALS = (
     "21 2e 3f 589 61d-61f 6d4 700-702 7f9 837 839 83d-83e 964-965 104a-104b 1362 1367-1368 166e 1735-1736 "

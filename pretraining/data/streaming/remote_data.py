@@ -21,9 +21,9 @@ from pretraining.data.checksums import digest_of
 from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
-from pretraining.data.streaming.store import Store, log_line
 from pretraining.data.tokenizer import COMPANION_FILES, tokenizer_fault
 from pretraining.errors import UserError
+from pretraining.outside.store import Store, log_line
 
 POLL_SECONDS = 0.02
 REPORTED_AFTER_SECONDS = 20.0

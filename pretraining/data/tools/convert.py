@@ -11,13 +11,13 @@ import numpy as np
 from pretraining.data.block_guard import tokens_of_file
 from pretraining.data.checksums import content_fingerprint
 from pretraining.data.corpus import draw_of
+from pretraining.data.finished import complete, open_finished
 from pretraining.data.manifest import COUNTED, FORMAT, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import building, preparation_lock, publish
 from pretraining.data.shards import SplitWriter, token_dtype
 from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
 from pretraining.data.tools import formats
-from pretraining.data.tools.finished import complete, open_finished
 from pretraining.errors import UserError, file_error
 
 FORMATS = ("megatron", "datatrove")

@@ -29,9 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
+from pretraining.data.finished import SplitDocuments
 from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import token_dtype
-from pretraining.data.tools.finished import SplitDocuments
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import COUNT, NAME, object_of, read_json_value
 from pretraining.schema import check

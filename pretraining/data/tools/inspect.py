@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.documents import Stretch, cuts_of_split
+from pretraining.data.finished import FinishedData, count_tokens, open_finished, source_names
 from pretraining.data.manifest import COUNTED, data_differences, entropy_bits, num_shard_bytes, source_entries
 from pretraining.data.packed_dataset import build_training_dataset
 from pretraining.data.prepared import PreparedData
 from pretraining.data.progress import ProgressBar
-from pretraining.data.tools.finished import FinishedData, count_tokens, open_finished, source_names
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped
 from pretraining.recipe.recipe import Recipe

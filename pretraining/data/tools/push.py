@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from pretraining.data.finished import damaged, open_finished, source_names, verify_data
 from pretraining.data.manifest import MANIFEST_NAME, source_entries
-from pretraining.data.tools.finished import damaged, open_finished, source_names, verify_data
 from pretraining.errors import UserError, reason_of
 from pretraining.outside.addresses import refuse_credentials
 

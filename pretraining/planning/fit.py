@@ -26,7 +26,7 @@ from pretraining.planning.quantities import (
 from pretraining.planning.run_plan import build_run_plan
 from pretraining.planning.setup import BareSize, Setup, add_setup_arguments, setup_of
 from pretraining.planning.shapes import widths_of
-from pretraining.planning.throughput import scaling_over_nodes, step_time
+from pretraining.planning.step_time import scaling_over_nodes, step_time
 from pretraining.recipe import Recipe, accumulation_steps
 from pretraining.recipe.refusals import check_run
 from pretraining.runtime.installation import as_typed

@@ -1,4 +1,4 @@
-"""Read the files of one data set at an fsspec address, whole or by range; ask again if the store fails."""
+"""Read the files at one fsspec address, whole or by range; ask again if the store fails."""
 
 import errno
 import os
