@@ -279,16 +279,17 @@ class _Chooser:
             from_rank_0(check)
             # of one that is here already, named by its address, the records of the run are here too, or another run's
             is_new = not any(disks.each(lambda: _marker_here(folder) == candidate.marker).values())
-        # by their sizes, without reading a byte
-        looked = disks.each(lambda: self.look_here(candidate, files))
-        held = {first: names for first, (names, _) in looked.items()}
-        if not candidate.in_store and (lost := sorted(files.keys() - set().union(*held.values()))):
+        # what is wrong on each disk: by sizes, without reading a byte; then by content, if each file may be somewhere
+        faults = disks.each(lambda: self.look_here(candidate, files))
+        if not candidate.in_store and (lost := _on_no_disk(files, faults)):
             where = f"{several(len(lost), 'file')} of it on no disk: {lost[0]}"
-            return where if self.in_parts else looked[0][1]
-        changed = self.changed(folder, {each: files[each] for each in sorted(held[disks.first_rank])})
-        good = {first: names - changed[first].keys() for first, names in held.items()}
-        if not candidate.in_store and (lost := sorted(files.keys() - set().union(*good.values()))):
+            return where if self.in_parts else next(iter(faults[0].values()))
+        of_size = {each: files[each] for each in sorted(files.keys() - faults[disks.first_rank].keys())}
+        changed = self.changed(folder, of_size)
+        faults = {first: {**found, **changed[first]} for first, found in faults.items()}
+        if not candidate.in_store and (lost := _on_no_disk(files, faults)):
             return next(reasons[lost[0]] for reasons in changed.values() if lost[0] in reasons)
+        good = {first: files.keys() - found.keys() for first, found in faults.items()}
         # what each disk lacks of what its ranks need
         needed = {first: _needed(marker, ranks, self.layout) for first, ranks in disks.groups().items()}
         if not candidate.in_store and self.in_parts:
@@ -298,7 +299,7 @@ class _Chooser:
         # A committed checkpoint on a shared disk lacks nothing, unless it is damaged.
         damaged_here = None
         if candidate.on_disks and not self.in_parts:
-            damaged_here = looked[0][1] or next(iter(changed[0].values()), None)
+            damaged_here = next(iter(faults[0].values()), None)
         wrong = None
         if damaged_here:
             wrong = self.mend(name, files, missing, damaged_here)
@@ -348,8 +349,8 @@ class _Chooser:
                 with replacing(path, "wb") as file:
                     file.write(content)
 
-    def look_here(self, candidate: Candidate, files: Files) -> tuple[set[str], str | None]:
-        """Make the folder here, without foreign files; returns those of the right size, and a fault of another."""
+    def look_here(self, candidate: Candidate, files: Files) -> dict[str, str]:
+        """Make the folder here, without foreign files; returns {file: what is wrong}, by sizes alone."""
         folder = self.run.path / candidate.name
         # that of a disk which missed the step's validation may lack metrics, and names the same files
         if marker_or_nothing(folder).get("files") != files:
@@ -361,8 +362,8 @@ class _Chooser:
                 if path.name not in files and path.name != ON_ITS_WAY and path.is_file():
                     path.unlink()
         sizes = DiskPlace(self.run.path).sizes(candidate.name)
-        faults = {name: size_fault(name, sizes.get(name), entry) for name, entry in files.items()}
-        return {name for name in files if not faults[name]}, next(filter(None, faults.values()), None)
+        faults = ((name, size_fault(name, sizes.get(name), entry)) for name, entry in files.items())
+        return {name: fault for name, fault in faults if fault}
 
     def changed(self, folder: Path, files: Files) -> dict[int, dict[str, str]]:
         """Return {first rank of a disk: {file: what is wrong}}, read in shares. files: those compared on this disk."""
@@ -429,6 +430,11 @@ class _Chooser:
             if not all(gather_from_ranks(whole)):
                 return f"{name} did not arrive whole from another disk"
         return None
+
+
+def _on_no_disk(files: Files, faults: dict[int, dict[str, str]]) -> list[str]:
+    """Return the files that are not whole on any disk, as far as `faults` of each disk know."""
+    return [name for name in sorted(files) if all(name in found for found in faults.values())]
 
 
 def _marker_here(folder: Path) -> bytes:
