@@ -26,6 +26,10 @@ DS_CONFIG_KEYS = {
     "gradient_allreduce_op": "gradients are means over the tokens of a step",
     "compile": "the recipe's speed.compile does it: --set speed.compile=deepcompile for DeepSpeed's own passes",
     "steps_per_print": "the recipe's training.logging_steps sets the cadence",
+    "activation_checkpointing": "the recipe's training.activation_checkpointing does it; no model here calls "
+    "DeepSpeed's functions for it",
+    "checkpoint": "checkpoints are the project's own, and any layout resumes from them",
+    "seq_parallel_communication_data_type": "communication_data_type is that of split sequences too",
 }
 """Keys that a ds_config may not hold, each with the key or section that decides instead."""
 
@@ -38,7 +42,15 @@ SHARED_KEYS = {
 }
 BY_RECIPE = "the recipe decides it"
 _FP32_MASTERS = "checkpoints, plans and the curve count on master weights and optimizer states in fp32"
+_OWN_CHECKPOINTS = "checkpoints are the project's own"
 SUPPORTED_VALUES = {
+    "fp16.fp16_master_weights_and_grads": ((False,), _FP32_MASTERS),
+    "bf16.check_grad_overflow": ((True,), "a step whose gradients are not finite must be refused"),
+    "data_types.param_dtype": ((None,), BY_RECIPE),
+    "data_types.buffer_dtype": (
+        (None, "fp32"),
+        "rotary frequencies would be rounded, and the exported model computes with those that are not",
+    ),
     "bf16.bf16_master_weights_and_grads": ((False,), _FP32_MASTERS),
     "bf16.bf16_optimizer_states": ((False,), _FP32_MASTERS),
     "zero_optimization.legacy_stage1": ((False,), "DeepSpeed has no such stage 1 any more"),
@@ -46,6 +58,18 @@ SUPPORTED_VALUES = {
     "zero_optimization.zenflow": (
         (None,),
         "it takes the optimizer's step apart, which a checkpoint cannot resume",
+    ),
+    "zero_optimization.elastic_checkpoint": ((False,), _OWN_CHECKPOINTS),
+    "zero_optimization.load_from_fp32_weights": ((True,), _OWN_CHECKPOINTS),
+    "zero_optimization.pipeline_loading_checkpoint": ((False,), _OWN_CHECKPOINTS),
+    "zero_optimization.allgather_partitions": ((True,), "DeepSpeed does not read it any more"),
+    "zero_optimization.leaf_module": (
+        (None,),
+        "gradients are lost of a module whose input needs none; speed.compile=blocks gathers blocks as one",
+    ),
+    "zero_optimization.offload_optimizer.ratio": (
+        (1,),
+        "what stays on the GPU is stepped by a second optimizer, whose learning rate no schedule changes",
     ),
     "zero_optimization.stage3_module_granularity_threshold": (
         (0, 0.0),
@@ -177,13 +201,6 @@ def parameter_device(config: dict | None) -> str:
     return _device(config, "offload_param")
 
 
-def offloaded_share(config: dict | None) -> float:
-    """Return the share of the optimizer states that is offloaded (`ratio`, below 1 only with stage 3)."""
-    if optimizer_device(config) == "gpu":
-        return 0.0
-    return config["zero_optimization"]["offload_optimizer"].get("ratio", 1.0)
-
-
 def _device(config: dict | None, block: str) -> str:
     device = value_at(config, f"zero_optimization.{block}.device")
     # DeepSpeed writes "none" for states that stay on the GPU
@@ -239,8 +256,9 @@ def _owned_elsewhere(config: dict, schema: dict) -> Wrong:
             shown = "is missing" if given is None else f"is {json.dumps(given)}"
             yield dotted, f'{shown}; it must be "{wanted}": {why}'
     fp16 = config.get("fp16")
-    if isinstance(fp16, dict) and fp16.get("loss_scale") == 1:
-        what = "is 1, which scales nothing: small gradients vanish in fp16; write 0, which finds the scale"
+    scale = fp16.get("loss_scale") if isinstance(fp16, dict) else None
+    if isinstance(scale, int | float) and scale and scale <= 1:
+        what = f"is {scale:g}, which scales nothing: small gradients vanish in fp16; write 0, which finds the scale"
         yield "fp16.loss_scale", what
 
 
@@ -253,8 +271,29 @@ def _unsupported(config: dict) -> Wrong:
         yield f"{key}.offload_param", f"needs stage 3, the stage is {stage}"
     if optimizer.get("device", "none") != "none" and stage == 0:
         yield f"{key}.offload_optimizer", "needs stage 1, 2 or 3, the stage is 0"
-    if zero.get("zero_hpz_partition_size", 1) > 1 and stage != 3:
-        yield f"{key}.zero_hpz_partition_size", f"needs stage 3, the stage is {stage}"
+    if optimizer.get("device") == "nvme" and stage < 3:
+        yield (
+            f"{key}.offload_optimizer.device",
+            f"is nvme, which needs stage 3; the stage is {stage}: write cpu",
+        )
+    at_stage_3 = {
+        "zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1,
+        "zero_quantized_weights": zero.get("zero_quantized_weights"),
+        "zero_quantized_gradients": zero.get("zero_quantized_gradients"),
+    }
+    for name, is_set in at_stage_3.items():
+        if is_set and stage != 3:
+            yield f"{key}.{name}", f"needs stage 3, the stage is {stage}"
+    if stage in (2, 3) and config.get("prescale_gradients") and zero.get("reduce_scatter", True):
+        what = f"is true, which ZeRO-{stage} refuses beside {key}.reduce_scatter; leave it out"
+        yield "prescale_gradients", what
+    if stage in (1, 2) and zero.get("allgather_bucket_size", 0) % 2:
+        yield (
+            f"{key}.allgather_bucket_size",
+            "is odd, and messages are cut at even places; write an even number",
+        )
+    if zero.get("sub_group_size") == 0:
+        yield f"{key}.sub_group_size", "is 0; write the elements of a sub-group, or leave it out"
     for block, values in (("offload_param", weights), ("offload_optimizer", optimizer)):
         if values.get("device") == "nvme" and not values.get("nvme_path"):
             yield f"{key}.{block}.nvme_path", "is missing; device is nvme"

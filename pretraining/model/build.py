@@ -226,7 +226,7 @@ def _missing(speed: Speed) -> str | None:
     return missing_compiler() if speed.compile_backend == "inductor" else None
 
 
-def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) -> None:
+def compile_model(model: PreTrainedModel, speed: Speed, degrees: Degrees = NOT_SPLIT) -> None:
     """Let training passes run compiled code; parameters, names and modules stay as they are.
 
     Blocks of one class share their graph: only their weights differ, and these are inputs of the graph. Validation and
@@ -247,6 +247,9 @@ def compile_model(model: nn.Module, speed: Speed, degrees: Degrees = NOT_SPLIT) 
     if is_deepspeed_zero3_enabled():
         # ZeRO-3's hooks then gather a block's weights together, because a graph would end at each hook inside it.
         gather_as_one(modules)
+        if not model.get_input_embeddings().weight.requires_grad:
+            # its hooks for the backward pass hang on the block's input, and would come too early if that needs none
+            model.enable_input_require_grads()
     # All modules share it: if one of them fails, none stays compiled.
     trial = None
     if degrees != NOT_SPLIT:

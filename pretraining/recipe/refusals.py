@@ -18,6 +18,7 @@ from pretraining.ds_config import (
     load_ds_config,
     optimizer_device,
     parameter_device,
+    value_at,
     zero_stage,
 )
 from pretraining.errors import UserError
@@ -330,8 +331,16 @@ def _check_fp8(recipe: Recipe, ds_config: dict | None) -> Wrong:
 
 
 def _check_recomputation(recipe: Recipe, ds_config: dict | None) -> Wrong:
-    """Layers that keep their products can see these, and their memory is known."""
+    """What is computed again is the same; layers that keep their products can see these, and their memory is known."""
     training, key, remedy = recipe.training, "speed.recompute", "--set speed.recompute=layers"
+    keywords = "training.activation_checkpointing_kwargs"
+    given = training.activation_checkpointing_kwargs or {}
+    if given.get("use_reentrant") and has_experts(recipe.model):
+        what = "is true, and then losses that balance experts have no gradient"
+        yield f"{keywords}.use_reentrant", f"{what}; leave it out"
+    if given.get("preserve_rng_state") is False and (keys := dropouts(recipe.model.with_defaults())):
+        what = f"is false, and the second pass would drop other places (model.{keys[0]}); leave it out"
+        yield f"{keywords}.preserve_rng_state", what
     if training.activation_checkpointing and (reason := why_not(recipe.model, "recomputed")):
         yield "training.activation_checkpointing", f"{reason}; --set training.activation_checkpointing=false"
     if recipe.speed.recompute != "operators" or not training.activation_checkpointing:
@@ -341,7 +350,7 @@ def _check_recomputation(recipe: Recipe, ds_config: dict | None) -> Wrong:
     elif has_experts(recipe.model):
         yield key, f"is operators, which is for layers without experts; {remedy}"
     for name in ("use_reentrant", "offload"):
-        if (training.activation_checkpointing_kwargs or {}).get(name):
+        if given.get(name):
             what = f"is operators, which does not go with activation_checkpointing_kwargs.{name}"
             yield key, f"{what}; leave that out, or {remedy}"
     if recipe.speed.compile not in ("auto", "none"):
@@ -374,6 +383,9 @@ def _refuse_launcher_settings(recipe: Recipe) -> None:
 def _check_layout(recipe: Recipe, ds_config: dict | None) -> Wrong:
     """The model's shape allows the degrees of parallelism, and what the recipe asks for knows them."""
     degrees, model = degrees_of(ds_config), recipe.model.with_defaults()
+    if value_at(ds_config, "communication_data_type") == "fp16" and not recipe.training.fp16:
+        what = "is fp16, in which small gradients vanish: only training.fp16 scales them; write bf16 or fp32"
+        raise UserError(f"deepspeed {recipe.deepspeed}: communication_data_type: {what}")
     if recipe.speed.compile == "deepcompile":
         for size, split in zip(degrees, ("layers", "sequences", "experts"), strict=True):
             if size > 1:

@@ -111,6 +111,10 @@ def build_arguments(
             "cross_entropy": False,
             "fused_linear_cross_entropy": False,
         }
+    if keywords.get("activation_checkpointing"):
+        # With keywords that do not name it, torch takes True: routers' scores then have no gradient.
+        given = keywords.get("activation_checkpointing_kwargs") or {}
+        keywords["activation_checkpointing_kwargs"] = {"use_reentrant": False, **given}
     if keywords.get("full_determinism"):
         # The Trainer does this too, but after the model is built. cuBLAS reads its setting at the first product.
         enable_full_determinism(keywords.get("seed", TrainingArguments.seed))
@@ -172,10 +176,10 @@ def engine_config(recipe: Recipe, ds_config: dict | None) -> dict | None:
     config.pop("sequence_parallel_size", None)
     # Experts too (model/parallel.py): DeepSpeed would replace the routers by its own.
     config.pop("expert_parallel", None)
+    # the export gathers them, with tensor parallelism at every stage; DeepSpeed's own default is false
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if degrees_of(ds_config).tensor > 1:
         config["tensor_parallel"]["partition_config"] = split_layers(recipe.model)
-        # the exported weights are gathered at every stage
-        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if gathers_blocks(recipe, ds_config, torch.cuda.is_available()):
         # of layers and experts that are split, a rank gathers its own parts
         config["zero_optimization"] |= block_gathering(config["zero_optimization"], layer_numel(setup.held))

@@ -13,7 +13,6 @@ AUTO_KEYS = {"reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_
 # Top-level values that DeepSpeed reads without a block around them, with their defaults.
 TOP_LEVEL_VALUES = {
     "communication_data_type": None,
-    "seq_parallel_communication_data_type": "fp32",
     "prescale_gradients": False,
     "gradient_predivide_factor": 1.0,
     "zero_allow_untested_optimizer": False,
@@ -86,8 +85,6 @@ def ds_config_blocks() -> dict:
     """The blocks of a DeepSpeed configuration that make sense below the Trainer."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.profiling import constants as profiler
-    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
-    from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_TAG_VALIDATION_MODES
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -96,14 +93,6 @@ def ds_config_blocks() -> dict:
     dtypes = {"grad_accum_dtype": {"const": "fp32"}, "param_dtype": dtype, "buffer_dtype": dtype}
     names = ("enabled", "recompute_fwd_factor", "profile_step", "module_depth", "top_modules", "detailed")
     profiled = {name: getattr(profiler, f"FLOPS_PROFILER_{name.upper()}_DEFAULT") for name in names}
-    # loading a universal checkpoint is the resume's to decide
-    modes = [mode.capitalize() for mode in CHECKPOINT_TAG_VALIDATION_MODES]
-    checkpoint = {
-        "tag_validation": {"enum": [*modes, *CHECKPOINT_TAG_VALIDATION_MODES]},
-        "use_node_local_storage": off,
-        "load_universal": off,
-        "parallel_write": block_schema({"pipeline_stage": False}),
-    }
     # AutoTP: its size, and the rules for layers of a model that it does not know
     split = "Ranks that split each layer's matrices, embedding and head; they are neighbours."
     rules = {"type": ["object", "null"], "default": None}
@@ -115,11 +104,9 @@ def ds_config_blocks() -> dict:
         "bf16": precision_schema(DeepSpeedBF16Config),
         "fp16": precision_schema(DeepSpeedFP16Config),
         "data_types": object_schema(dtypes),
-        "activation_checkpointing": block_schema(ACT_CHKPT_DEFAULT, number_checkpoints="integer"),
         "aio": block_schema(AIO_DEFAULT_DICT),
         "comms_logger": pydantic_schema(CommsLoggerConfig),
         "flops_profiler": block_schema({**profiled, "output_file": None}, output_file="string"),
-        "checkpoint": object_schema(checkpoint),
         "tensor_parallel": object_schema(tensor, ["autotp_size"]),
         "expert_parallel": object_schema({"enabled": off, "autoep_size": size}, ["enabled", "autoep_size"]),
     }
@@ -135,8 +122,7 @@ def ds_config_schema() -> dict:
     }
     of_none = {"communication_data_type": "string", "log_level": "string"}
     values = block_schema(TOP_LEVEL_VALUES, **of_none)["properties"]
-    for key in ("communication_data_type", "seq_parallel_communication_data_type"):
-        values[key] = {"enum": ["fp32", "bf16", "fp16", None], "default": TOP_LEVEL_VALUES[key]}
+    values["communication_data_type"] = {"enum": ["fp32", "bf16", "fp16", None], "default": None}
     values["log_level"] = {"enum": [*log_levels, None], "default": None}
     values["gradient_predivide_factor"]["exclusiveMinimum"] = 0
     values["sequence_parallel_size"] = degree_schema("Ranks that split each sequence (Ulysses).")

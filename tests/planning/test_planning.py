@@ -138,10 +138,6 @@ def test_model_state_bytes_per_parameter():
     assert single(1000, None, 8).gpu == 16000
     assert single(1000, load_ds_config("zero0"), 8, sixteen_bit=False).gpu == 16000
     assert single(1000, load_ds_config("zero3"), 1, sixteen_bit=False).gpu == 20000
-    # Twin-Flow's ratio: that share of the optimizer states leaves the GPU
-    config = load_ds_config("zero3_offload")
-    config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.25
-    assert single(1000, config, 1).master_and_moments == 0.75 * 12 * 1000
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "zero3_nvme"])
@@ -153,7 +149,8 @@ def test_offloading_moves_state_and_loses_none(name):
     assert (there.host, there.nvme) == {
         "zero2_offload": (12000 + 4000 + 2000, 0),  # optimizer, a gradient for each master, weights in 16 bit
         "zero3_offload": (12000 + 4000 + 4000, 0),  # optimizer, sums, a gradient for each master
-        "zero3_nvme": (4000 + 4000, 12000 + 2000),
+        # sums, a gradient for each master, and weights, which find room there (`max_in_cpu`)
+        "zero3_nvme": (4000 + 4000 + 2000, 12000),
     }[name]
 
 

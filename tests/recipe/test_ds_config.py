@@ -10,7 +10,6 @@ from pretraining.ds_config import (
     degrees_of,
     ds_config_names,
     load_ds_config,
-    offloaded_share,
     optimizer_device,
     parameter_device,
     zero_stage,
@@ -59,8 +58,7 @@ def failing(tmp_path, change: str) -> str:
 def test_stage_and_offload_are_what_the_name_says(name):
     config = load_ds_config(name)
     assert (zero_stage(config), optimizer_device(config), parameter_device(config)) == STAGES[name]
-    assert offloaded_share(config) == (0 if STAGES[name][1] == "gpu" else 1)
-    assert (zero_stage(None), optimizer_device(None), offloaded_share(None)) == (0, "gpu", 0)
+    assert (zero_stage(None), optimizer_device(None)) == (0, "gpu")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -161,8 +159,8 @@ torch_autocast={"enabled": true}
     training.bf16 decides the precision
 zero_optimization.reduce_bucket_size=1000000000000000000000000000000
     reduce_bucket_size: is 1000000000000000000000000000000; it must be at most
-fp16={"enabled": "auto", "loss_scale": 1}
-    fp16.loss_scale: is 1, which scales nothing
+fp16={"enabled": "auto", "loss_scale": 0.5}
+    fp16.loss_scale: is 0.5, which scales nothing
 data_types={"grad_accum_dtype": "bf16"}
     it must be "fp32"
 -data_types
@@ -183,6 +181,38 @@ zero_optimization={"stage": 2, "zero_hpz_partition_size": 8}
     zero_optimization.zero_hpz_partition_size: needs stage 3
 zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}}
     zero_optimization.offload_optimizer: needs stage 1, 2 or 3
+zero_optimization={"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}
+    zero_optimization.offload_optimizer.device: is nvme, which needs stage 3
+zero_optimization={"stage": 2, "zero_quantized_gradients": true}
+    zero_optimization.zero_quantized_gradients: needs stage 3
+zero_optimization.offload_optimizer={"device": "cpu", "ratio": 0.5}
+    offload_optimizer.ratio: is 0.5, which is not supported: what stays on the GPU is stepped by a second optimizer
+zero_optimization.leaf_module={"classes": ["LlamaModel"]}
+    leaf_module: is set, which is not supported: gradients are lost
+zero_optimization.elastic_checkpoint=true
+    elastic_checkpoint: is true, which is not supported: checkpoints are the project's own
+zero_optimization.allgather_partitions=false
+    allgather_partitions: is false, which is not supported
+zero_optimization.sub_group_size=0
+    zero_optimization.sub_group_size: is 0
+zero_optimization={"stage": 2, "allgather_bucket_size": 3001}
+    zero_optimization.allgather_bucket_size: is odd
+prescale_gradients=true
+    prescale_gradients: is true, which ZeRO-3 refuses
+bf16={"enabled": "auto", "check_grad_overflow": false}
+    bf16.check_grad_overflow: is false, which is not supported
+fp16={"enabled": "auto", "fp16_master_weights_and_grads": true}
+    fp16.fp16_master_weights_and_grads: is true, which is not supported
+data_types={"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"}
+    data_types.buffer_dtype: is "bf16", which is not supported
+data_types={"grad_accum_dtype": "fp32", "param_dtype": "bf16"}
+    data_types.param_dtype: is "bf16", which is not supported: the recipe decides it
+activation_checkpointing={"cpu_checkpointing": true}
+    activation_checkpointing: does not belong here: the recipe's training.activation_checkpointing
+checkpoint={"load_universal": true}
+    checkpoint: does not belong here
+seq_parallel_communication_data_type="fp32"
+    seq_parallel_communication_data_type: does not belong here
 """.strip().splitlines()
 """A change of zero3, and below it what is said."""
 

@@ -149,6 +149,12 @@ llama model.model_type=deepseek_v3 model.n_routed_experts=10 model.n_group=4
     model.n_group: is 4, which does not divide model.n_routed_experts 10
 speed.compile=whole --deepspeed=zero3
     speed.compile: is whole, and ZeRO-3 gathers
+experts training.activation_checkpointing_kwargs.use_reentrant=true
+    is true, and then losses that balance experts have no gradient
+training.activation_checkpointing_kwargs.preserve_rng_state=false model.resid_pdrop=0.1
+    preserve_rng_state: is false, and the second pass would drop other places (model.resid_pdrop)
+--deepspeed=zero2:reduce=fp16
+    communication_data_type: is fp16, in which small gradients vanish
 speed.recompute=operators speed.compile=blocks training.activation_checkpointing=true
     speed.compile blocks hides the products that are kept
 optimizer.adaptive_clip=0.01 training.fp16=true --deepspeed=zero0
@@ -385,7 +391,7 @@ def settings_of(typed: str) -> tuple[list[str], dict[str, str]]:
     for name, value in LARGE.items():
         typed = typed.replace(name, value)
     words = [each for word in shlex.split(typed) for each in SHORT.get(word, [word])]
-    options = dict(word[2:].split("=") for word in words if word.startswith("--"))
+    options = dict(word[2:].split("=", 1) for word in words if word.startswith("--"))
     return [word for word in words if not word.startswith("--")], options
 
 

@@ -67,6 +67,11 @@ TWO = "training.per_device_train_batch_size=4"
 SPLIT_HEADS = (*SHORT, section_of(LLAMA), TWO)
 FUSED = ("loss.kind=fused", "loss.chunk_tokens=37")
 LOSS_OF_EXPERTS = (*SHORT, section_of(EXPERTS, tie_word_embeddings=False), "loss.kind=plain")
+# without use_reentrant, for which torch has another default than the Trainer
+RECOMPUTED = (
+    "training.activation_checkpointing=true",
+    "training.activation_checkpointing_kwargs.preserve_rng_state=true",
+)
 WORKERS = ("training.dataloader_num_workers=2", "training.per_device_train_batch_size=1")
 FEATURES = {
     "signals of gradients": Feature(
@@ -113,6 +118,12 @@ FEATURES = {
     "fused loss of experts": Feature(LOSS_OF_EXPERTS, "zero3", FP32, own=("loss.kind=auto",)),
     "compiled blocks": Feature((), "zero2 zero3 zero3_offload", moves=0, own=BLOCKS),
     "compiled model": Feature(SHORT, "null", moves=0, own=("speed.compile=whole", *BLOCKS[1:])),
+    "compiled blocks behind a frozen embedding": Feature(
+        (*SHORT, section_of(LLAMA), 'model.frozen=["model.embed_tokens.weight"]'), "zero3", own=BLOCKS
+    ),
+    "experts, recomputed": Feature(
+        (*SHORT, section_of(EXPERTS, router_aux_loss_coef=1.0)), "zero3", FP32, own=RECOMPUTED
+    ),
     "batches kept ready": Feature(SHORT, "null", 1e-6, moves=0, own=WORKERS),
     "the demo's recipe": modern(),
 }

@@ -1,11 +1,12 @@
 """Bytes of model state per GPU and per host, at every ZeRO stage, and of the buffers that ZeRO needs beside it."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import accumulate
 
-from pretraining.ds_config import hpz_ranks, offloaded_share, optimizer_device, parameter_device
+from pretraining.ds_config import hpz_ranks, optimizer_device, parameter_device, value_at
 from pretraining.planning.setup import FP32, SIXTEEN_BIT, Family, Setup
 from pretraining.planning.shapes import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR, Tensor, layer_numel
 from pretraining.planning.sizes import check_rows, frozen_tensors, trained_tensors
@@ -259,32 +260,43 @@ def _offloaded(setup: Setup, state: ModelState, fp32_share: float, weight_share:
     """Move what the ds_config offloads off the GPU; gradients go to host memory, never to NVMe."""
     config, zero, places = setup.ds_config, setup.stage, {"gpu": 0.0, "cpu": 0.0, "nvme": 0.0}
     if optimizer_device(config) != "gpu":
-        device, share = optimizer_device(config), offloaded_share(config)
-        places[device] += share * state.master_and_moments
+        places[optimizer_device(config)] += state.master_and_moments
         # sums move with the optimizer; stages 1 and 2 need them only with accumulation (zero/stage_1_and_2.py)
         sums = fp32_share if zero == 1 else state.gradient_accumulation
         sums = sums if zero == 3 or setup.accumulation > 1 else 0
         # each master has a `.grad` for the step (deepspeed 0.19.8, zero/stage3.py `initialize_optimizer_states`);
         # stages 1 and 2 also keep the slice in 16 bit (`param_buffer_of_bit16_for_cpu_offload_groups`)
-        places["cpu"] += sums + share * fp32_share + (weight_share if zero < 3 else 0)
-        state = replace(state, gradients=0, gradient_accumulation=0)
-        # `ratio` may leave a part of the optimizer on the GPU
-        state = replace(state, masters=(1 - share) * state.masters, moments=(1 - share) * state.moments)
+        places["cpu"] += sums + fp32_share + (weight_share if zero < 3 else 0)
+        state = replace(state, gradients=0, gradient_accumulation=0, masters=0, moments=0)
     if parameter_device(config) != "gpu":
-        places[parameter_device(config)] += state.parameters
+        on_host = min(state.parameters, setup.precision.weights * held_on_host(config))
+        places["cpu"] += on_host
+        # if not all weights find room on the host, whole sub-groups do not: up to all are on NVMe
+        places["nvme"] += state.parameters if on_host < state.parameters else 0
         state = replace(state, parameters=0)
     return replace(state, host=places["cpu"], nvme=places["nvme"])
+
+
+def held_on_host(config: dict | None) -> float:
+    """Return how many elements of offloaded weights DeepSpeed 0.19.8 keeps in host memory, also if they go to NVMe."""
+    settings = value_at(config, "zero_optimization.offload_param") or {}
+    return settings.get("max_in_cpu", MAX_IN_CPU) if settings.get("device") == "nvme" else math.inf
 
 
 def pinned_by_offload(setup: Setup) -> list[int]:
     """Return the bytes of each buffer that offloading pins on a rank (deepspeed 0.19.8)."""
     zero = (setup.ds_config or {}).get("zero_optimization") or {}
     settings = zero.get("offload_optimizer") or {}
-    if settings.get("device") != "cpu" or not settings.get("pin_memory"):
-        return []
+    states_are_pinned = settings.get("device") == "cpu" and settings.get("pin_memory", True)
     pinned, width, most = [], setup.precision.weights, int(zero.get("sub_group_size", SUB_GROUP))
     for family in (each for each in setup.families if each.trained):
         groups = optimizer_states(setup.recipe).in_groups(family.trained)
+        if parameter_device(setup.ds_config) != "gpu":
+            # the weights in one buffer (stage3.py, `_create_param_groups_fp16_flat_cpu_memory`)
+            weights = _share(family.ranks, 3, groups)
+            pinned.append(int(width * min(weights, held_on_host(setup.ds_config))))
+        if not states_are_pinned:
+            continue
         if setup.stage < 3:
             # for each group: masters, their gradients and their 16-bit copy; and one gradient on its way
             # (stage_1_and_2.py)
@@ -310,7 +322,8 @@ def checkpoint_bytes(recipe: Recipe, width: int) -> int:
 
 REDUCE_BUCKET, PREFETCH_BUCKET = 500_000_000, 50_000_000
 MAX_REUSE_DISTANCE = MAX_LIVE_PARAMETERS = SUB_GROUP = 1_000_000_000
-"""Elements: DeepSpeed 0.19.8's defaults (runtime/zero/config.py)."""
+MAX_IN_CPU = 1_000_000_000
+"""Elements: DeepSpeed 0.19.8's defaults (runtime/zero/config.py, offload_config.py)."""
 
 
 @dataclass(frozen=True)
