@@ -148,7 +148,7 @@ def look_back(folder: Path) -> Postmortem:
         found.advice += ["most likely training.learning_rate is too high; look at the first of these steps"]
     if found.state not in ("finished", "running", "unknown"):
         place = found.checkpoint or "the beginning: no checkpoint is committed"
-        found.advice.append(f"the same command continues from {place}")
+        found.advice.append(f"the same command without --resume continues from {place}")
     return found
 
 

@@ -222,6 +222,10 @@ def _list_hint(value: Any, schema: dict, root: dict) -> str:
     return f"; write it as a list: {json.dumps(meant)}" if fits(meant, schema, root) else ""
 
 
+POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}
+"""What people write behind a count, as powers of ten."""
+
+
 def _quote_hint(value: Any, names: list[str]) -> str:
     """Return what to write instead, if only the quotes are wrong."""
     if not isinstance(value, str):
@@ -230,7 +234,8 @@ def _quote_hint(value: Any, names: list[str]) -> str:
     try:
         meant = json.loads(value.strip().lower())
     except ValueError:
-        return ""
+        counted = re.fullmatch(r"([0-9.]+)([kmbt])", value.strip().lower()) if "integer" in names else None
+        return f"; write {counted[1]}e{POWERS[counted[2]]}" if counted else ""
     fits = any(_is_type(meant, name) for name in names if name not in ("array", "object"))
     return f"; write {value.strip().lower()} without quotes" if fits else ""
 

@@ -64,7 +64,7 @@ EPILOG = """examples:
   python -m pretraining.checkpoints list runs/tiny
   python -m pretraining.checkpoints verify runs/tiny
   python -m pretraining.checkpoints export runs/tiny --step 700
-  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
+  python -m pretraining.checkpoints branch runs/qk-norm --at 15000 --decay 1-sqrt --steps 2000
   python -m pretraining.checkpoints prune runs/tiny --keep_last 1 --yes
 
 Every verb has --help, and --json for scripts."""
@@ -235,10 +235,10 @@ class Branch:
     constant_with_warmup or warmup_stable_decay. `train.py` continues it.
     """
 
-    EXAMPLES = """  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay 1-sqrt --steps 2000
-  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --decay linear --steps 500 --output runs/short
-  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 --stage recipes/stages/qk-norm-8k.json
-  python -m pretraining.checkpoints branch runs/qk-norm --at 8000 --steps 1000 --set data.sequence_length=1024"""
+    EXAMPLES = """  python -m pretraining.checkpoints branch runs/qk-norm --at 15000 --decay 1-sqrt --steps 2000
+  python -m pretraining.checkpoints branch runs/qk-norm --at 15000 --decay linear --steps 500 --output runs/short
+  python -m pretraining.checkpoints branch runs/qk-norm --at 15000 --steps 1000 --stage recipes/stages/qk-norm-8k.json
+  python -m pretraining.checkpoints branch runs/qk-norm --at 15000 --steps 1000 --set data.sequence_length=1024"""
     SHAPES = ("linear", "cosine", "1-sqrt")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

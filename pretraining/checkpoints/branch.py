@@ -21,7 +21,7 @@ from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.runtime.durable_files import append_row, flush_folder, read_rows, write_json
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, step_in_name
 from pretraining.schema import display_path, problem, read_json, suggestion
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
@@ -185,5 +185,8 @@ def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:
         span = f"from step {warmup:,} to {end:,}"
         if progress.counts_tokens:
             span = f"from {warmup * unit:,} to {round(end * unit):,} tokens, and this is at {start.tokens:,}"
-        raise UserError(f"{checkpoint}: the rate is stable {span}; choose --at there")
+        steps = [step_in_name(each) for each in RunFolder(checkpoint.parent).committed()]
+        there = [step for step in steps if warmup <= progress.schedule_place(step) <= end]
+        choose = f"--at {', '.join(map(str, sorted(there)))}" if there else "no checkpoint of it is there"
+        raise UserError(f"{checkpoint}: the rate is stable {span}: {choose}")
     return warmup

@@ -93,19 +93,21 @@ def choose_checkpoint(
     """Choose the checkpoint that `--resume auto|never|PATH|ADDRESS` means, the same on every rank.
 
     auto: the newest committed one that is whole and that no rollback has left behind. A damaged file is fetched again
-    if the store has that checkpoint. What cannot be mended is passed over with an event and a line.
+    if the store has that checkpoint. What cannot be mended is passed over with an event and a line; if nothing else is
+    there, the run does not begin anew by itself.
 
     upload: the recipe's `checkpoints.upload`. layout: that of this start (`RunPlan.layout`), by which a node knows the
     files that it needs if it has a run folder of its own; None: it gets all. check: asked before anything of a
     checkpoint is fetched. in_parts: whether this disk may hold parts of checkpoints only, also if it is the last one
     that is left.
 
-    Raises `UserError` if the store cannot be used and nothing is here; for a PATH or ADDRESS without a whole checkpoint
-    or with later ones in the store, with which those of this start would mix; and for another version's checkpoint.
+    Raises `UserError` if the store cannot be used and nothing is here; if no checkpoint of several is whole; for a PATH
+    or ADDRESS without a whole checkpoint or with later ones in the store, with which those of this start would mix; and
+    for another version's checkpoint.
     """
     remote = None if upload is None else RemoteRun(upload, run.path.name)
     chooser = _Chooser(run, remote, layout, check, in_parts or not run.disks.shared)
-    below = sys.maxsize
+    below, passed_over = sys.maxsize, []
     while resume == "auto" and (candidates := chooser.newest(below)):
         for candidate in candidates:
             reason = candidate.fault or chooser.bring(candidate)
@@ -114,6 +116,11 @@ def choose_checkpoint(
                 return Chosen(run.path / candidate.name, remote if needs_store else None)
             from_rank_0(partial(chooser.pass_over, candidate, reason))
         below = step_in(candidates[0].name)
+        passed_over.append(below)
+    if passed_over:
+        steps = ", ".join(map(str, passed_over))
+        remedy = "--resume PATH or ADDRESS goes on from a copy, --resume never keeps this run aside and begins anew"
+        raise UserError(f"{run.path}: no checkpoint is whole, of step {steps}; {remedy}")
     if resume == "auto":
         return Chosen()
 
@@ -212,7 +219,7 @@ class _Chooser:
         if self.in_parts:
             print(f"{name} on the disks is passed over: {reason}", file=sys.stderr, flush=True)
         else:
-            print(f"{where} is damaged ({reason}): passed over for the one before", flush=True)
+            print(f"{where} is damaged ({reason}): passed over", flush=True)
 
     def at_path(self, resume: str) -> Chosen:
         """Return the checkpoint at a path; `UserError` unless each disk holds a whole one there."""

@@ -42,8 +42,7 @@ class Push:
     def answer(self, options: argparse.Namespace) -> dict:
         """Return {"to", "files", "bytes", "sent": the names of files that were not there, "url"}."""
         run, to = RunFolder(options.run), options.to
-        if not (run.export / "config.json").is_file():
-            raise UserError(f"{run.export}: no exported model there; it is written at the end of train.py")
+        run.exported()
         # the card and the report repeat the recipe, which may be older than its own refusal
         if run.recipe.exists():
             refuse_credentials(read_json(run.recipe), str(run.recipe))

@@ -221,7 +221,9 @@ def begin_run(
             move_lock(aside, run.path)  # this process goes on holding the new folder
             print(f"the earlier run of {run.path} is kept as {aside}")
         remove_uncommitted(run)
-        set_aside_after(run, start.step, spared=start.checkpoint)
+        if moved := set_aside_after(run, start.step, spared=start.checkpoint):
+            names = ", ".join(each.name for each in moved)
+            print(f"set aside, as the run goes on from step {start.step:,}: {run.aside}: {names}")
         if not run.disks.has_rank_0:
             write_json(run.recipe, identity.recipe.to_dict())
             run.add_event(kind, step=start.step, **launch_details())

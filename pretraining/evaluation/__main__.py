@@ -35,9 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parse_arguments(arguments)
     # A run folder has its config in the export, so config.json at the top means an export.
     is_export = (options.run / "config.json").exists()
-    export = options.run if is_export else RunFolder(options.run).export
-    if not (export / "config.json").exists():
-        raise UserError(f"{export}: no exported model there; it is written at the end of train.py")
+    export = options.run if is_export else RunFolder(options.run).exported()
     # An export that was given by its own path is in the folder of its run, unless another is named.
     run = RunFolder(options.run if (options.run / "recipe.json").exists() else export.parent)
     if options.of:

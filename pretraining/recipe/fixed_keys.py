@@ -155,9 +155,13 @@ def refuse_changes(changes: list[Change], allowed: Iterable[str], place: Path | 
     if refused:
         more = f" and {len(refused) - 1} more" if len(refused) > 1 else ""
         found = f"{place} holds a {what} of another recipe: {refused[0]}{more}"
-        remedy = "give this one its own folder with --output_dir, start over with --resume never, or"
-        keys = " ".join(f"--allow_change {change.key}" for change in refused[:4])
-        raise UserError(f"{found}; {remedy} accept what changes with {keys}")
+        remedy = "give this one its own folder with --output_dir, or start over with --resume never"
+        keys = [change.key for change in refused]
+        # of another model no weights are taken over, whatever is accepted
+        if "model.model_type" not in keys:
+            accepted = keys if len(keys) <= 4 else {key.partition(".")[0]: None for key in keys}
+            remedy += ", or accept what changes with " + " ".join(f"--allow_change {key}" for key in accepted)
+        raise UserError(f"{found}; {remedy}")
 
 
 def check_allowed(key: str) -> str:

@@ -384,8 +384,8 @@ def _check_layout(recipe: Recipe, ds_config: dict | None) -> Wrong:
     """The model's shape allows the degrees of parallelism, and what the recipe asks for knows them."""
     degrees, model = degrees_of(ds_config), recipe.model.with_defaults()
     if value_at(ds_config, "communication_data_type") == "fp16" and not recipe.training.fp16:
-        what = "is fp16, in which small gradients vanish: only training.fp16 scales them; write bf16 or fp32"
-        raise UserError(f"deepspeed {recipe.deepspeed}: communication_data_type: {what}")
+        what = "adds gradients up in fp16, in which small ones vanish: only training.fp16 scales them"
+        yield "deepspeed", f"{recipe.deepspeed} {what}; let communication_data_type be bf16 or fp32"
     if recipe.speed.compile == "deepcompile":
         for size, split in zip(degrees, ("layers", "sequences", "experts"), strict=True):
             if size > 1:

@@ -211,7 +211,8 @@ class Rehearsal:
             raise
         seconds = time.perf_counter() - began
         free = num_bytes(disk_room_bytes(self.run.path, state == "goes on"))
-        return f"{self.run.path}: {state}; room for {free}; 1 MB written in {1000 * seconds:.0f} ms"
+        place = "" if folder in (self.run.path, self.run.path.parent) else f", on the disk of {folder}"
+        return f"{self.run.path}: {state}{place}; room for {free}; 1 MB written in {1000 * seconds:.0f} ms"
 
     def _store(self, part: RehearsedPart) -> str:
         address = self.recipe.checkpoints.upload
@@ -228,12 +229,17 @@ class Rehearsal:
             return f"{address}: can be read; whether it can be written, the run will try"
         # beside the run's folder, so that nothing of it is touched and nothing stays
         probe = f".{self.run.path.name}.rehearsal"
+        # of a store that is a folder: those that are not there yet, and go again
+        folders = [] if store.folder is None else [store.folder, *store.folder.parents]
+        made = [each for each in folders if not each.exists()]
         began, content, where = time.perf_counter(), os.urandom(PROBE_BYTES), store.where(probe)
         store.write_bytes(probe, content)
         written = time.perf_counter() - began
         found = store.read_if_there(probe)
         read = time.perf_counter() - began - written
         store.remove(probe)
+        for folder in made:
+            folder.rmdir()
         if found != content:
             raise UserError(f"{where}: what was written was not read back; check checkpoints.upload")
         return f"{where}: 1 MB written in {1000 * written:.0f} ms, read in {1000 * read:.0f} ms"

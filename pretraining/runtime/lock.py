@@ -138,7 +138,10 @@ def was_killed(folder: Path) -> bool:
 
 def lock_folder(folder: Path, patience_seconds: float = PATIENCE_SECONDS) -> TextIO:
     """Make the folder and lock it until the returned file is closed; `UserError` names the process that holds it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # as below /proc
+        raise UserError(f"{folder}: no folder can be made there; choose another --output_dir") from error
     until = time.monotonic() + patience_seconds
     while (lock := try_lock(folder / LOCK)) is None:
         # no holder: it has just left, so the next try gets the lock

@@ -44,7 +44,7 @@ EVENTS = {
 WORDS = {
     "start": "started",
     "resume": "continued from {checkpoint}",
-    "stopped": "stopped at step {step}: {reason}; the same command continues",
+    "stopped": "stopped at step {step}: {reason}; the same command without --resume continues",
     "hang": "made no progress for {minutes} minutes at step {step}: {who}",
     "rollback": "rolled back to step {to_step} ({rollback} of {of}): {why}",
     "gave_up": "gave up at step {step}: {why}",

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from pretraining.errors import UserError
 from pretraining.extend import FOLDER
 from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.outside.masking import masked_in
@@ -84,6 +85,20 @@ class RunFolder:
     def committed(self) -> list[Path]:
         """Return the checkpoint folders that have the commit marker, newest step first."""
         return [folder for folder in self.saved() if (folder / MARKER).exists()]
+
+    def exported(self) -> Path:
+        """Return the folder of the exported model; `UserError` if there is none."""
+        if not (self.export / "config.json").is_file():
+            run, step = (
+                (self.path.parent, step_in_name(self.path))
+                if (self.path / MARKER).exists()
+                else (self.path, "N")
+            )
+            remedy = f"of a checkpoint: python -m pretraining.checkpoints export {run} --step {step}"
+            raise UserError(
+                f"{self.export}: no exported model there; train.py writes it at its end, and {remedy}"
+            )
+        return self.export
 
     def rank_log(self, rank: int) -> Path:
         """Return the file of what a rank prints; rank 0 has console.log."""

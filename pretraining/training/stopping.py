@@ -87,7 +87,7 @@ class StopRequests:
             why = self.reason
             if self._by_deepspeed and why == signal.SIGTERM.name:
                 why += " (deepspeed sends it for Ctrl-C too)"
-            line = f"stopped at step {step}: {why}; the same command continues"
+            line = f"stopped at step {step}: {why}; the same command without --resume continues"
             print(line, file=sys.stderr, flush=True)
         if final:
             tell_exit_code(STOPPED)

@@ -225,7 +225,7 @@ DECAYS = (
 REFUSED = {
     "cosine": (800, (), "its rate is never stable"),
     "in the warm-up": (5, (*STABLE, "training.warmup_steps=10"), "stable from step 10 to 1,000"),
-    "decaying already": (800, DECAYS, "to 500; choose --at there"),
+    "decaying already": (800, DECAYS, "to 500: no checkpoint of it is there"),
     "schedule-free": (
         800,
         (*STABLE, "training.optim=schedule_free_adamw"),
@@ -234,7 +234,7 @@ REFUSED = {
     "in a warm-up by tokens": (
         5,
         (*STABLE, "training.warmup_steps=0", "budget.warmup_tokens=20480"),
-        "stable from 20,480 to 2,048,000 tokens, and this is at 10,240; choose --at there",
+        "stable from 20,480 to 2,048,000 tokens, and this is at 10,240: no checkpoint of it is there",
     ),
     "in the ramp": (
         8,

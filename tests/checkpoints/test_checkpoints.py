@@ -16,7 +16,14 @@ from pretraining.checkpoints.resume import changes_since, record_changes, record
 from pretraining.checkpoints.retention import Retention
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe, recipe_schema
-from pretraining.recipe.fixed_keys import BEFORE_THE_KEY, OURS, changed_parts, check_allowed
+from pretraining.recipe.fixed_keys import (
+    BEFORE_THE_KEY,
+    OURS,
+    Change,
+    changed_parts,
+    check_allowed,
+    refuse_changes,
+)
 from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.run_folder import RunFolder
@@ -91,7 +98,11 @@ def test_swapped_folders_are_not_taken_for_each_other(run):
     (run.path / "hold").rename(run.checkpoint(8))
     assert choose_checkpoint(run, "auto").folder == run.checkpoint(4)
     (run.checkpoint(4) / MARKER).write_text('{"files": {')
-    assert choose_checkpoint(run, "auto").folder is None, "none is whole"
+    # it does not begin anew by itself
+    with pytest.raises(
+        UserError, match=r"no checkpoint is whole, of step 12, 8, 4; .*--resume never keeps this run"
+    ):
+        choose_checkpoint(run, "auto")
 
 
 def test_ranks_share_the_reading():
@@ -221,6 +232,17 @@ def test_a_changed_recipe_is_refused_by_name_or_accepted(run, setting, key):
         assert accepted(run, setting, allowed=[allowed]) == [key]
     write_json(run.changes, [{"step": 12, "key": key, "from": None, "to": json.loads(setting.split("=")[1])}])
     assert accepted(run, setting) == [key], "what an earlier start accepted is asked for once"
+
+
+def test_many_changes_are_accepted_by_section_and_another_model_is_not_offered():
+    """Typing what a line proposes must lead on."""
+    many = [Change(f"optimizer.{name}", 1, 2) for name in "abcde"]
+    with pytest.raises(
+        UserError, match=r"and 4 more; .*, or accept what changes with --allow_change optimizer$"
+    ):
+        refuse_changes(many, (), "runs/a", "run")
+    with pytest.raises(UserError, match=r"or start over with --resume never$"):
+        refuse_changes([*many, Change("model.model_type", "gpt2", "llama")], (), "runs/a", "run")
 
 
 def test_what_no_key_names_is_compared_too(run):

@@ -80,7 +80,7 @@ PLACES: dict[str, Callable[[Workshop], object]] = {
     "both.html": lambda workshop: workshop.folder / "both.html",
     "both.csv": lambda workshop: workshop.folder / "both.csv",
 }
-FEWER = {"1000": "10", "200": "2", "8000": "8", "2000": "4"}
+FEWER = {"1000": "10", "200": "2", "15000": "8", "2000": "4"}
 SAID = {
     r"data ": "document|files|judged right",
     r"checkpoints list": "committed",

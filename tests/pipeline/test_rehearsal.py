@@ -238,7 +238,7 @@ def test_nodes_without_a_store_are_warned_of(workshop, tmp_path, without_ranks, 
     for settings, warned in (([], True), ([f"checkpoints.upload={tmp_path / 'store'}"], False)):
         rehearsed(workshop, tmp_path, settings=settings)
         assert ("note: unless all nodes share the disk of" in capsys.readouterr().out) == warned
-    assert not list((tmp_path / "store").iterdir())
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_repository_of_the_hub_is_only_read(workshop, tmp_path, without_ranks, monkeypatch, capsys):

@@ -85,6 +85,8 @@ model.n_head=5
     model.n_head: is 5, which does not divide model.n_embd 128
 data.sequence_length=512
     is 512, but the model has 128 positions
+budget.tokens=1.5B
+    budget.tokens: is the string "1.5B" where an integer is wanted; write 1.5e9
 budget.tokens=1000
     1000 is not a multiple of budget.tokens_per_step 2048; the nearest is
 budget.tokens_per_step=1000
@@ -154,7 +156,7 @@ experts training.activation_checkpointing_kwargs.use_reentrant=true
 training.activation_checkpointing_kwargs.preserve_rng_state=false model.resid_pdrop=0.1
     preserve_rng_state: is false, and the second pass would drop other places (model.resid_pdrop)
 --deepspeed=zero2:reduce=fp16
-    communication_data_type: is fp16, in which small gradients vanish
+    deepspeed: zero2:reduce=fp16 adds gradients up in fp16, in which small ones vanish
 speed.recompute=operators speed.compile=blocks training.activation_checkpointing=true
     speed.compile blocks hides the products that are kept
 optimizer.adaptive_clip=0.01 training.fp16=true --deepspeed=zero0

@@ -68,7 +68,7 @@ def test_a_killed_rank_is_the_one_that_wrote_no_error(failed):
     assert found.state == "killed" and found.attempts[-1].end == "crash"
     assert found.first.rank == 1 and "ended without an error of its own" in found.first.what
     assert found.checkpoint and found.lost_steps == found.step - int(found.checkpoint.rpartition("-")[2])
-    assert found.advice[-1] == f"the same command continues from {found.checkpoint}"
+    assert found.advice[-1] == f"the same command without --resume continues from {found.checkpoint}"
 
 
 def test_a_rank_that_died_in_c_code_is_named_by_its_log(failed):

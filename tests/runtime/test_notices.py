@@ -63,7 +63,9 @@ def test_a_webhook_gets_what_the_recipe_asks_for(tmp_path, server):
     assert [path for path, _ in server.received] == [f"/{NO_PART_OF_FILES}"] * 3
     (_, again), (_, last) = server.received[1:]
     assert (again["event"], again["details"]["event"], again["details"]["loss"]) == ("alert", "spike", 9.0)
-    assert last["message"].startswith("small stopped at step 8: SIGTERM; the same command continues (")
+    assert last["message"].startswith(
+        "small stopped at step 8: SIGTERM; the same command without --resume continues ("
+    )
     assert last["message"] == last["text"] == last["content"] and last["folder"] == str(run.path)
     assert journalled(run) == [
         {"event": "notified", "of": "alert", "by": "webhook", "attempts": 2},

@@ -141,7 +141,9 @@ def test_a_sigterm_of_deepspeed_may_be_a_ctrl_c(tmp_path, monkeypatch, capsys, b
     assert stop.agreed() and stop.reason == number.name
     with pytest.raises(SystemExit):
         stop.leave_if_agreed(6)
-    assert capsys.readouterr().err == f"stopped at step 6: {said}; the same command continues\n"
+    assert (
+        capsys.readouterr().err == f"stopped at step 6: {said}; the same command without --resume continues\n"
+    )
     assert Run(tmp_path).events[-1]["reason"] == number.name
 
 
