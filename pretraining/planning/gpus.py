@@ -92,8 +92,10 @@ def find_gpu(name: str) -> Gpu:
     names = {_plain(word): gpu for gpu in all_gpus().values() for word in (gpu.name, *gpu.aliases)}
     if _plain(name) in names:
         return names[_plain(name)]
-    # aliases of one GPU count once
-    near = {names[word].name for word in get_close_matches(_plain(name), names, n=4, cutoff=0.5)}
+    # those of the same family first: "H100 80GB"; aliases of one GPU count once
+    family = [word for word in names if word.startswith(_plain(name.split()[0]))] if name.split() else []
+    close = family or get_close_matches(_plain(name), names, n=4, cutoff=0.5)
+    near = {names[word].name for word in close}
     hint = f"the nearest are {', '.join(sorted(near))}" if near else f"known are {', '.join(all_gpus())}"
     raise UserError(f"--gpu {name}: no such GPU; {hint} (or add yours to {FILE})")
 

@@ -343,7 +343,15 @@ def accumulation_steps(recipe: Recipe, world_size: int, ds_config: dict | None =
         per_rank = recipe.samples_per_step // ranks
         if recipe.samples_per_step % ranks:
             what = f"{recipe.tokens_per_step} is not a multiple of {product}; {multiples}"
-            raise problem(where, "budget.tokens_per_step", what)
+            dividing = [
+                each for each in range(1, recipe.samples_per_step + 1) if recipe.samples_per_step % each == 0
+            ]
+            near = [
+                *[each for each in dividing if each < ranks][-1:],
+                *[each for each in dividing if each > ranks][:1],
+            ]
+            numbers = " or ".join(str(each * per_sample) for each in near)
+            raise problem(where, "budget.tokens_per_step", f"{what}; or take {numbers} ranks")
         # the largest micro-batch that divides, not above the one that was asked for
         fitting = next(size for size in range(min(micro_batch, per_rank), 0, -1) if per_rank % size == 0)
         what = f"is {micro_batch}; {product} do not divide budget.tokens_per_step {recipe.tokens_per_step}"
