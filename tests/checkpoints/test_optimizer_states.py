@@ -45,14 +45,14 @@ def one_rank(tmp_path):
     dist.destroy_process_group()
 
 
-SHAPES = {"weight": (6, 5)}
+SHAPES = {"weight": (6, 5), "bias": (6,)}
 
 
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(SHAPES["weight"]))
-        self.bias = torch.nn.Parameter(torch.randn(6))
+        self.bias = torch.nn.Parameter(torch.randn(SHAPES["bias"]))
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
 
 
@@ -118,14 +118,46 @@ def test_an_average_that_no_checkpoint_holds_begins_as_the_weights(tmp_path):
         assert torch.equal(average, parameter.detach()) and average.data_ptr() != parameter.data_ptr()
 
 
-def test_8_bit_states_go_on_bit_for_bit(tmp_path, monkeypatch):
-    """bitsandbytes quantises from 4,096 elements on: bytes, scales and tables come back as they were."""
+QUANTISED = ("AdamW8bit", "PagedAdamW8bit", "AdEMAMix8bit", "PagedAdEMAMix8bit", "Lion8bit", "RMSprop8bit")
+
+
+@pytest.fixture
+def in_8_bits(monkeypatch):
+    """bitsandbytes' optimizers by name, for tensors that they quantise, of which one stays in 32 bits.
+
+    The Trainer asks for that in embeddings, and bitsandbytes finds their places at its first step.
+    """
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    monkeypatch.setitem(
-        OPTIMIZERS, "8-bit AdamW", lambda groups: bitsandbytes.optim.AdamW8bit(groups, lr=0.01)
-    )
     monkeypatch.setitem(SHAPES, "weight", (128, 64))
-    assert all(map(torch.equal, *trained_and_continued(tmp_path, "8-bit AdamW", 0)))
+    monkeypatch.setitem(SHAPES, "bias", (64, 128))
+    monkeypatch.setattr(bitsandbytes.optim.GlobalOptimManager, "_instance", None)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    build = Model.__init__
+
+    def with_override(model: Model) -> None:
+        build(model)
+        manager.register_module_override(model, "bias", {"optim_bits": 32})
+
+    monkeypatch.setattr(Model, "__init__", with_override)
+    for name in (*QUANTISED, "AdamW32bit"):
+        optimizer = getattr(bitsandbytes.optim, name)
+        monkeypatch.setitem(OPTIMIZERS, name, lambda groups, optimizer=optimizer: optimizer(groups, lr=0.01))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("steps_before_load", [0, 2])
+def test_8_bit_states_go_on_bit_for_bit(tmp_path, in_8_bits, name, steps_before_load):
+    """bitsandbytes quantises from 4,096 elements on: bytes, scales and tables come back as they were."""
+    assert all(map(torch.equal, *trained_and_continued(tmp_path, name, steps_before_load)))
+
+
+def test_codes_of_8_bits_are_not_read_as_values(tmp_path, in_8_bits):
+    """The same optimizer in 32 bits has states of the same names."""
+    model, other = Model(), Model()
+    optimizer, fresh = OPTIMIZERS["AdamW8bit"](groups_of(model)), OPTIMIZERS["AdamW32bit"](groups_of(other))
+    step(model, optimizer, 0)
+    with pytest.raises(UserError, match=r"of weight, and AdamW32bit .* needs state1 in float32"):
+        load(other, fresh, save(model, optimizer, tmp_path))
 
 
 def test_states_of_another_optimizer_are_refused(tmp_path):
