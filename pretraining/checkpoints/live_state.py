@@ -196,7 +196,8 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
                 # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
                 if reader.has(saved_as, piece.parameter):
                     elements = reader.read(saved_as, piece.parameter, piece.start, piece.numel, piece.cut)
-                    if elements.is_floating_point() != example.is_floating_point():  # codes of 8 bits are no values
+                    # the codes of an optimizer in 8 bits are no values for one in 32
+                    if elements.is_floating_point() != example.is_floating_point():
                         needed = f"{key} in {str(example.dtype).removeprefix('torch.')}"
                         raise _other_states(block, needed, piece.parameter, reader)
                     piece.of(live[key]).copy_(elements)
