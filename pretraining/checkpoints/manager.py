@@ -337,12 +337,12 @@ PROGRESS = (
 
 def set_schedule(scheduler: LRScheduler, saved: dict, step: int) -> None:
     """Continue a schedule after `step`, at which it was saved; peak, shape and settings are those of this recipe."""
+    state, own = saved["state"], scheduler.state_dict()
     if isinstance(scheduler, LambdaLR):
         # a function of the step alone, whatever schedule was saved
-        scheduler.last_epoch, scheduler._step_count = step, step + 1
+        scheduler.load_state_dict({**own, "last_epoch": step, "_step_count": step + 1})
         set_rates(scheduler, rates_now(scheduler))
         return
-    state, own = saved["state"], scheduler.state_dict()
     progress = {key: state[key] for key in PROGRESS if key in state and key in own}
     if "reset_start" in progress:  # GreedyLR counts its setting down
         progress["reset_start"] += own["reset_start_original"] - state["reset_start_original"]
