@@ -196,13 +196,21 @@ def set_block(block: Block, reader: CheckpointReader) -> None:
                 # A parameter that no gradient had reached has no states in the checkpoint, and gets zeros here.
                 if reader.has(saved_as, piece.parameter):
                     elements = reader.read(saved_as, piece.parameter, piece.start, piece.numel, piece.cut)
+                    # the codes of an optimizer in 8 bits are no values for one in 32
+                    if elements.is_floating_point() != example.is_floating_point():
+                        needed = f"{key} in {str(example.dtype).removeprefix('torch.')}"
+                        raise _other_states(block, needed, piece.parameter, reader)
                     piece.of(live[key]).copy_(elements)
                 elif piece.parameter in table:
                     raise _other_states(block, key, piece.parameter, reader)
         elif torch.is_tensor(example) and example.numel() > 1:
             if key not in reader.whole_states(block.parameters[0]):
                 raise _other_states(block, key, block.parameters[0], reader)
-            live[key] = reader.read_whole(key, block.parameters[0]).to(example.device, example.dtype)
+            whole = reader.read_whole(key, block.parameters[0])
+            if live.get(key) is example:
+                example.copy_(whole)  # in place: it may be in paged memory
+            else:
+                live[key] = whole.to(example.device, example.dtype)
         elif key in saved:  # a number, in the type in which this optimizer keeps it
             is_tensor = torch.is_tensor(example)
             live[key] = torch.full_like(example, saved[key]) if is_tensor else type(example)(saved[key])
@@ -223,11 +231,9 @@ def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
     This shows names, types and devices of the states, which differ between optimizers and their versions.
     """
     optimizer, like = block.optimizer, block.tensor
-    # bitsandbytes in 8 bits, whose states are bytes, block scales and a value table, quantises only large tensors: it
-    # gets a tensor of the block's own size.
-    quantises = getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
-    shape = like.shape if quantises else (2,) * like.dim()
-    probe = torch.nn.Parameter(torch.zeros(shape, dtype=like.dtype, device=like.device))
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8:
+        return like, _states_in_8_bits(block)
+    probe = torch.nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
     probe.grad = torch.zeros_like(probe)
     own = optimizer.state, optimizer.param_groups
     optimizer.state = defaultdict(dict)
@@ -240,3 +246,17 @@ def _states_after_a_step(block: Block, step: int) -> tuple[torch.Tensor, dict]:
         return probe, dict(optimizer.state[probe])
     finally:
         optimizer.state, optimizer.param_groups = own
+
+
+def _states_in_8_bits(block: Block) -> dict:
+    """Return the states of a block that bitsandbytes steps: bytes, block scales and a value table, or plain ones.
+
+    It decides by the tensor's size and its place among the parameters (the Trainer asks for 32 bits in embeddings): no
+    other tensor can show it. A tensor that has no states yet gets those of its first step, perhaps in paged memory.
+    """
+    optimizer, group = block.optimizer, block.optimizer.param_groups[block.group]
+    if not block.state:
+        optimizer.check_overrides()  # the first step's work, which finds the places
+        place = next(i for i, parameter in enumerate(group["params"]) if parameter is block.tensor)
+        optimizer.init_state(group, block.tensor, block.group, place)
+    return dict(block.state)

@@ -138,7 +138,7 @@ class CheckpointManager(TrainerCallback):
             for name, buffer in _persistent_buffers(live.model).items():
                 buffer.copy_(reader.read(BUFFER, name, 0, buffer.numel()).view_as(buffer))
         reader.close()
-        set_schedule(trainer.lr_scheduler, reader.state["schedule"])
+        set_schedule(trainer.lr_scheduler, reader.state["schedule"], trainer.state.global_step)
         self._tell_rise(reader.state["schedule"]["rates"], schedule_state(trainer.lr_scheduler)["rates"])
         state, validation = trainer.state, self.start.validation
         if validation and not is_validated(state.global_step, state.log_history):
@@ -328,15 +328,34 @@ def schedule_state(scheduler: LRScheduler) -> dict:
     return {"state": scheduler.state_dict(), "rates": rates}
 
 
-def set_schedule(scheduler: LRScheduler, saved: dict) -> None:
-    """Continue a schedule at the step at which it was saved."""
-    state, rates = saved["state"], saved["rates"]
+PROGRESS = (
+    *("best", "num_bad_epochs", "num_good_epochs", "cooldown_counter", "warmup_counter", "last_epoch"),
+    *("reset_start", "_streaming_avg"),
+)
+"""What validations change in a schedule that follows them; all else is set by this run's recipe."""
+
+
+def set_schedule(scheduler: LRScheduler, saved: dict, step: int) -> None:
+    """Continue a schedule after `step`, at which it was saved; peak, shape and settings are those of this recipe."""
+    state, own = saved["state"], scheduler.state_dict()
     if isinstance(scheduler, LambdaLR):
-        # A schedule that is a function of the step needs only its position: this run's recipe gives peak and shape.
-        state = {**state, **{key: scheduler.state_dict()[key] for key in ("base_lrs", "lr_lambdas")}}
-    scheduler.load_state_dict(state)
+        # a function of the step alone, whatever schedule was saved
+        scheduler.load_state_dict({**own, "last_epoch": step, "_step_count": step + 1})
+        set_rates(scheduler, rates_now(scheduler))
+        return
+    progress = {key: state[key] for key in PROGRESS if key in state and key in own}
+    if "reset_start" in progress:  # GreedyLR counts its setting down
+        progress["reset_start"] += own["reset_start_original"] - state["reset_start_original"]
+    if state.get("window_size") != own.get("window_size"):
+        progress.pop("_streaming_avg", None)  # an average over another window begins anew
+    scheduler.load_state_dict({**own, **progress})
+    rates, num_groups = saved["rates"], len(scheduler.optimizer.param_groups)
+    if len(rates) != num_groups:
+        what = f"{type(scheduler).__name__} has brought {len(rates)} groups of parameters to their rates, and now there"
+        remedy = "keep them, or choose a training.lr_scheduler_type that counts steps"
+        raise UserError(f"optimizer.groups: {what} are {num_groups}; {remedy}")
     # A scheduler writes the rates of the groups only at its next step; this step needs them already.
-    set_rates(scheduler, rates_now(scheduler) if isinstance(scheduler, LambdaLR) else rates)
+    set_rates(scheduler, rates)
 
 
 def random_numbers() -> dict:

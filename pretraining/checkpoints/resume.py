@@ -50,7 +50,7 @@ from pretraining.recipe.fixed_keys import (
     refuse_changes,
 )
 from pretraining.recipe.sections import Weights
-from pretraining.recipe.training import CONSTANT, DECAYING
+from pretraining.recipe.training import BY_METRIC, CONSTANT, DECAYING
 from pretraining.runtime.durable_files import replacing, replacing_folder, rows_of, write_json
 from pretraining.runtime.heartbeat import this_machine
 from pretraining.runtime.journal import Journal, Rollback
@@ -63,6 +63,7 @@ from pretraining.schema import check, differences, display_path, in_brief, liste
 _MEETING = ".nodes"  # file of the store by which every node shows that it reads what rank 0 writes
 TOKENIZER = "data.tokenizer"
 STEP_SIZES = (STEP_SIZE, RAMP)  # keys that say how many tokens a step has
+PEAKS = ("training.learning_rate", "optimizer.groups")  # keys that say the rate from which a schedule begins
 
 
 def find_start(
@@ -315,8 +316,10 @@ def record_changes(run: RunFolder, start: Start, recipe: Recipe) -> None:
 
 
 def _effect_on_rate(change: dict, recipe: Recipe, start: Start) -> str:
-    """Return what a recorded change of the steps' sizes means for the learning rate; "" if nothing."""
+    """Return what a recorded change of the peak or of the steps' sizes means for the learning rate; "" if nothing."""
     kind, progress = recipe.training.lr_scheduler_type, start.progress(recipe)
+    if change["key"] in PEAKS and kind in BY_METRIC:
+        return f"the learning rate stays where it is: {kind} changes it by validations alone"
     place, last = progress.schedule_place(start.step), progress.last_step
     # After its warm-up, a constant rate is the same at any step.
     is_flat = kind == CONSTANT[0] or (

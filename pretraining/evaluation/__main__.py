@@ -71,7 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         loss, bits = results[f"{name}_loss"], results[f"{name}_bits_per_byte"]
         print(f"{name:{width}}  {loss:.4f} nats per token, {bits:.4f} bits per byte")
     if "sample" in results:
-        print(f"\n{escaped(results['sample'])}")
+        text = results["sample"]
+        print("no sample: the model's logits are not finite" if text is None else f"\n{escaped(text)}")
     return None
 
 

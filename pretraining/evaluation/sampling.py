@@ -1,13 +1,14 @@
 """Text from a model: one sample, and the samples of a run after each validation or some steps."""
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TrainerCallback, TrainerState
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.data.tokenizer import DOCUMENT_PREFIX
@@ -19,6 +20,7 @@ from pretraining.runtime.process_group import rank_and_world_size
 from pretraining.runtime.run_folder import RunFolder, keep_past_rows
 
 DEFAULT = Sampling()
+NOT_FINITE = "the model's logits are not finite"
 
 
 class SamplingCallback(TrainerCallback):
@@ -52,11 +54,28 @@ class SamplingCallback(TrainerCallback):
     on_train_end = on_step_begin
 
     def _draw(self, state: TrainerState, model: PreTrainedModel) -> None:
-        num_tokens = self.settings.sample_tokens
+        num_tokens, num_left_out = self.settings.sample_tokens, 0
         for prompt in self.prompts if num_tokens else ():
             text = sample_text(model, self.tokenizer, prompt, num_tokens, self.settings.sampling)
-            if state.is_world_process_zero:
+            if text is None:
+                num_left_out += 1
+            elif state.is_world_process_zero:
                 append_row(self.run.samples, {"step": state.global_step, "prompt": prompt, "text": text})
+        if num_left_out and state.is_world_process_zero:
+            what = f"{num_left_out} of {len(self.prompts)} samples left out"
+            print(f"step {state.global_step}: {what}: {NOT_FINITE}", file=sys.stderr, flush=True)
+
+
+class NonFiniteLogits(LogitsProcessor):
+    """Notice logits from which no token can be drawn, and replace them: ranks generate to the same end all the same."""
+
+    found: torch.Tensor | bool = False
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        # the largest is NaN if one is; minus infinity is what a model gives a token that it never writes
+        finite = logits.amax(-1, keepdim=True).isfinite()
+        self.found = ~finite.all() | self.found  # no `or`, which would wait for the device at each token
+        return torch.where(finite, logits, 0.0)
 
 
 def prompts_of(recipe: Recipe) -> list[str]:
@@ -66,8 +85,8 @@ def prompts_of(recipe: Recipe) -> list[str]:
 
 def sample_text(
     model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, num_tokens: int, sampling: Sampling = DEFAULT
-) -> str:
-    """Continue `prompt` by at most `num_tokens` tokens, fewer if the model's positions end.
+) -> str | None:
+    """Continue `prompt` by at most `num_tokens` tokens, fewer if the model's positions end; None: no finite logits.
 
     It is taken for the beginning of a document (`encode_start`). Random generators and the model's mode are the same
     afterwards. Under ZeRO-3 every rank must call it with the same arguments.
@@ -82,16 +101,23 @@ def sample_text(
         settings = {"do_sample": True, "temperature": float(sampling.temperature), **among}
     if num_tokens > 0:
         with seeded(sampling.seed, model.device):
-            ids += continued(model, tokenizer, ids, num_tokens, **settings)
+            found = continued(model, tokenizer, ids, num_tokens, **settings)
+        if found is None:
+            return None
+        ids += found
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @torch.no_grad()
 def continued(
     model: PreTrainedModel, tokenizer: Tokenizer, ids: list[int], num_tokens: int, **settings: Any
-) -> list[int]:
-    """Return at most `num_tokens` tokens that follow `ids`; settings: of `generate`. Every rank must call it."""
+) -> list[int] | None:
+    """Return at most `num_tokens` tokens that follow `ids`, or None if a token's logits are not finite.
+
+    settings: of `generate`. Every rank must call it.
+    """
     prompt = torch.tensor([ids], device=next(model.parameters()).device)
+    non_finite = NonFiniteLogits()
     with evaluation_mode(model), long_work():
         output = model.generate(
             prompt,
@@ -101,6 +127,7 @@ def continued(
             # the config says False, which is right for training; a class of one's own may have no cache
             use_cache="cache" in inspect.signature(model.forward).parameters,
             tokenizer=tokenizer,  # for stop strings
+            logits_processor=LogitsProcessorList([non_finite]),
             # each token is progress: with parameters on NVMe it takes so long that the watch could take it for a hang
             streamer=SimpleNamespace(put=lambda tokens: work_done(), end=lambda: None),
             # Until no rank needs another token: ranks may exchange in every forward pass. transformers asks for it
@@ -108,7 +135,7 @@ def continued(
             synced_gpus=rank_and_world_size()[1] > 1,
             **settings,
         )
-    return output[0, len(ids) :].tolist()
+    return None if non_finite.found else output[0, len(ids) :].tolist()
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

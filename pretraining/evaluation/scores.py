@@ -361,7 +361,7 @@ class HarnessModel:
         # An engine or DDP wraps the model that has `generate`.
         model = getattr(self.model, "module", self.model)
         num_tokens = min(settings["max_gen_toks"], most_tokens)
-        found = continued(model, self.tokenizer, ids, num_tokens, **sampling)
+        found = continued(model, self.tokenizer, ids, num_tokens, **sampling) or []  # no answer of a NaN
         # `generate` stops after the stop string: cut it off, as lm-eval does
         text = self.tokenizer.decode(found, skip_special_tokens=True)
         return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]

@@ -147,6 +147,9 @@ def _check_optimizer(recipe: Recipe, ds_config: dict | None) -> Wrong:
     if stage and optim not in ELEMENTWISE:
         what = f"is {optim}, whose update looks at whole parameters, and ZeRO-{stage} gives it slices"
         yield key, f"{what}; use --deepspeed null or zero0, or --set {key}={DEFAULT_OPTIM}"
+    if stage and optim == "adagrad":
+        what = f"is adagrad, which DeepSpeed builds anew for ZeRO-{stage}, without weight decay and groups"
+        yield key, f"{what}; use --deepspeed null or zero0, or --set {key}={DEFAULT_OPTIM}"
     # Muon, muP and rates by kind of parameter are groups of AdamW or Muon, which step where the weights are
     if keys := recipe.own_groups:
         key, name = keys[0], {"mup.base_width": "muP", "optimizer.name": "muon"}.get(keys[0], "adamw")

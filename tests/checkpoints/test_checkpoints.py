@@ -282,6 +282,7 @@ DECAYING = (
     "training.lr_scheduler_type=warmup_stable_decay",
     'training.lr_scheduler_kwargs={"num_decay_steps": 100}',
 )
+PLATEAU = ("training.lr_scheduler_type=reduce_lr_on_plateau", *FLAT[1:])
 ACCEPTED = {
     "steps counted": (
         (LARGER,),
@@ -298,12 +299,17 @@ ACCEPTED = {
     "tokens counted": ((LARGER, *BY_TOKENS), ""),
     "a flat rate": ((LARGER, *FLAT), ""),
     "another key": (("training.seed=8",), ""),
+    "a peak": (
+        ("training.learning_rate=0.1", *PLATEAU),
+        "the learning rate stays where it is: reduce_lr_on_plateau",
+    ),
+    "a peak of a schedule by steps": (("training.learning_rate=0.1",), ""),
 }
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_an_accepted_change_of_the_step_says_what_becomes_of_the_rate(run, name, capsys):
-    """In the line printed and in the event, with the keys that count tokens; only where the schedule counts steps."""
+def test_an_accepted_change_says_what_becomes_of_the_rate(run, name, capsys):
+    """In the line printed and in the event: of steps that are counted, with the keys that count tokens; of a peak."""
     settings, words = ACCEPTED[name]
     recipe, (key, _, value) = load_recipe("features/gpt2", settings), settings[0].partition("=")
     earlier = None if key == "budget.ramp" else 2048

@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerState
 
-from pretraining.evaluation.sampling import sample_text
+from pretraining.evaluation.sampling import SamplingCallback, sample_text
 from pretraining.recipe import load_recipe
 from pretraining.recipe.sections import Sampling
+from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.run_folder import RunFolder
 from tests.gear.runs import MODELS, SMALL_RECIPE, STEPS, completed
 from tests.training.test_curve import BALANCED, IN_BF16, STAGES, stage_run
 
@@ -164,8 +166,7 @@ def test_the_last_sample_of_a_run_is_that_of_its_export(workshop):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sample_leaves_no_trace(workshop, name):
     """Random generators, training mode and config are as they were, so that the curve does not see it."""
-    settings = {key: value for key, value in MODELS[name].items() if key != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings)).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name])).train()
     tokenizer = AutoTokenizer.from_pretrained(workshop.data / "corpus/tokenizer")
     config, state = model.config.to_dict(), torch.random.get_rng_state()
     texts = [sample_text(model, tokenizer, "def ", 8) for _ in range(2)]
@@ -178,3 +179,21 @@ def test_a_sample_leaves_no_trace(workshop, name):
     assert texts[0] != drawn[0] and drawn[1] == drawn[2] == drawn[3] != drawn[4]
     assert model.training and all(module.training for module in model.modules())
     assert model.config.to_dict() == config and torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_sample_of_no_finite_logits_is_left_out(workshop, tmp_path, capsys, value, temperature):
+    """Of a run after a NaN: no row and one line, and training goes on."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS["gpt2"]))
+    tokenizer = AutoTokenizer.from_pretrained(workshop.data / "corpus/tokenizer")
+    settings = ['evaluation.prompt=["a", "b"]', f"evaluation.sampling.temperature={temperature}"]
+    run = RunFolder(tmp_path)
+    callback = SamplingCallback(run, load_recipe("features/gpt2", settings), tokenizer)
+    step = {"args": None, "state": TrainerState(global_step=5, is_world_process_zero=True), "control": None}
+    callback.on_evaluate(**step, model=model)
+    assert len(read_rows(run.samples)) == 2
+    model.lm_head.weight.data[0] = value
+    callback.on_evaluate(**step, model=model)
+    assert len(read_rows(run.samples)) == 2
+    assert capsys.readouterr().err == "step 5: 2 of 2 samples left out: the model's logits are not finite\n"

@@ -271,6 +271,8 @@ speed.compile=blocks speed.compile_mode=reduce-overhead --deepspeed=zero3
     speed.compile_mode: is reduce-overhead, which records CUDA graphs of weights that stay where they are
 training.optim=adafactor
     whose update looks at whole parameters, and ZeRO-2 gives it slices; use --deepspeed null or zero0
+training.optim=adagrad
+    is adagrad, which DeepSpeed builds anew for ZeRO-2, without weight decay and groups; use --deepspeed null or zero0
 training.optim=lomo
     training.optim: is lomo, which steps inside the backward pass
 training.optim=sgd --deepspeed=zero2_offload
