@@ -307,7 +307,7 @@ def _pinned(answer: dict) -> list[tuple[str, str]]:
 
 def _time_and_money(answer: dict) -> list[tuple[str, str]]:
     unique, shards = answer["unique_tokens"], f"{num_bytes(answer['data_bytes'])} of token shards"
-    read = f"{answer['tokens']:,} tokens, each read once if the sources have so many, are {shards}"
+    read = f"{answer['tokens']:,} tokens, each read once, are {shards}"
     epochs = answer["tokens"] / unique
     # less than a thousandth is what rounds to whole blocks
     if epochs > 1.001:
