@@ -2,7 +2,8 @@
 
 The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_recipe_and_ds_config`, so none of them
 accepts a recipe that training would refuse. What a recipe shows by itself is checked when it is read
-(recipe/recipe.py). What depends on the machine is checked by `train.py` only.
+(recipe/recipe.py). What depends on the machine and its packages, as `training.optim_args` does, is checked by
+`train.py` only.
 """
 
 import os
