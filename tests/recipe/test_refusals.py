@@ -199,6 +199,10 @@ training.include_num_input_tokens_seen=true
     training.include_num_input_tokens_seen: does not belong here: every row of metrics.jsonl counts the tokens
 training.label_smoothing_factor=0.1
     training.label_smoothing_factor: does not belong here
+training.skip_memory_metrics=false
+    training.skip_memory_metrics: does not belong here: what it measures is shown nowhere
+training.ddp_static_graph=true
+    training.ddp_static_graph: does not belong here: ranks fail with it
 training.fsdp=full_shard
     training.fsdp: does not belong here: not supported: ranks are sharded by DeepSpeed, as a file of ds_configs/
 training.use_liger_kernel=true
