@@ -137,8 +137,16 @@ evaluation.metric=arc/acc
     evaluation.metric: is 'arc/acc', but nothing scores it
 evaluation.patience=2 training.eval_strategy=no
     evaluation.patience: is 2, but nothing is validated
+evaluation.patience=2 training.eval_strategy=epoch
+    evaluation.patience: is 2, but nothing is validated while training
 evaluation.task_steps=300
     evaluation.task_steps: is 300, no multiple of training.eval_steps 250
+evaluation.task_steps=300 training.eval_steps=0.25
+    evaluation.task_steps: is 300, no multiple of training.eval_steps 250
+checkpoints.keep_best=2 training.save_steps=4 training.eval_steps=0.25
+    training.save_steps (now 4) to a multiple of training.eval_steps (now 250)
+checkpoints.keep_best=2 training.eval_strategy=epoch
+    checkpoints.keep_best: is 2, but not every save is validated
 'evaluation.tasks=["arc"]' evaluation.metric=arc/acc evaluation.task_steps=500
     arc/acc is wanted at each validation
 evaluation.prompt=3
@@ -183,6 +191,18 @@ training.lr_scheduler_type=constant
     is no keyword of constant; it takes none: --set training.lr_scheduler_kwargs={}
 training.lr_scheduler_type=greedy training.lr_scheduler_kwargs={} training.warmup_steps=0 training.eval_strategy=no
     follows the validation loss, and nothing is validated
+training.lr_scheduler_type=reduce_lr_on_plateau training.lr_scheduler_kwargs={} training.eval_strategy=epoch
+    follows the validation loss, and nothing is validated before the end
+training.lr_scheduler_type=greedy training.lr_scheduler_kwargs={} training.learning_rate=0.0003
+    min_lr: is 0.001 if it is left out, which is not below training.learning_rate 0.0003: lower it
+training.lr_scheduler_type=reduce_lr_on_plateau 'training.lr_scheduler_kwargs={"min_lr": 0.01}'
+    training.lr_scheduler_kwargs.min_lr: is 0.01, which is not below training.learning_rate 0.005: lower it
+'training.lr_scheduler_kwargs={"min_lr": 0.005}'
+    training.lr_scheduler_kwargs.min_lr: is 0.005, which is not below
+training.lr_scheduler_type=cosine_warmup_with_min_lr 'training.lr_scheduler_kwargs={"min_lr": 1}'
+    training.lr_scheduler_kwargs.min_lr: is 1, which is not below
+training.lr_scheduler_type=polynomial 'training.lr_scheduler_kwargs={"lr_end": 1}'
+    training.lr_scheduler_kwargs.lr_end: is 1, which is not below
 model.initializer_range=-1
     model.initializer_range: is -1.0; it must be greater than 0
 model.n_inner=0
