@@ -279,10 +279,13 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
 def _save_warnings(case: _Case) -> Iterator[Objection]:
     """Warn about a first checkpoint that is the last step's, and about many that failures do not ask for."""
     training, steps, gpu = case.recipe.training, case.recipe.num_steps, case.machine.gpu
-    if training.save_strategy == "steps" and training.save_steps > steps:
-        what = f"the first checkpoint is that of the end: training.save_steps is {training.save_steps:,.0f}"
+    by_epoch = training.save_strategy == "epoch"
+    if by_epoch or (training.save_strategy == "steps" and training.save_steps > steps):
+        given = "save_strategy is epoch" if by_epoch else f"save_steps is {training.save_steps:,.0f}"
+        what = f"the first checkpoint is that of the end: training.{given}"
         what = f"{what}, the run has {several(steps, 'step')}"
-        yield Objection(what, f"--set training.save_steps={max(1, steps // 10)}")
+        by_steps = "--set training.save_strategy=steps " if by_epoch else ""
+        yield Objection(what, f"{by_steps}--set training.save_steps={max(1, steps // 10)}")
     saved = cost_of_checkpoints(case.plan, case.step.seconds, gpu) if case.step else None
     if saved is None or saved.written < MANY_CHECKPOINTS:
         return

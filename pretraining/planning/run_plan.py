@@ -13,6 +13,7 @@ from pretraining.planning.setup import FP32, Setup
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe
 from pretraining.recipe.data import num_unique_tokens
+from pretraining.recipe.training import steps_of
 from pretraining.runtime.run_folder import RunFolder
 
 
@@ -219,8 +220,7 @@ def save_every(recipe: Recipe) -> int | None:
     strategy, every = recipe.training.save_strategy, recipe.training.save_steps
     if strategy != "steps":
         return None if strategy == "no" else max(1, recipe.num_steps)
-    # TrainingArguments accept a share of all steps, below 1, as well
-    return max(1, round(every * recipe.num_steps)) if every < 1 else int(every)
+    return steps_of(every, recipe.num_steps)
 
 
 def checkpoints_written(recipe: Recipe) -> int:

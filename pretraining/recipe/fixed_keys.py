@@ -20,7 +20,7 @@ _NEUTRAL = {
         dataloader_pin_memory dataloader_prefetch_factor ddp_bucket_cap_mb eval_delay eval_on_start eval_steps
         eval_strategy log_level log_level_replica logging_first_step logging_steps logging_strategy
         per_device_eval_batch_size per_device_train_batch_size project report_to run_name save_steps save_strategy
-        skip_memory_metrics torch_empty_cache_steps""",
+        torch_empty_cache_steps""",
     # where the tokens are and how fast they were made: which ones they are, their fingerprint says
     "data": "name encoder prepare",
     # how the same loss is computed

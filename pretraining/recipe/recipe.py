@@ -19,7 +19,7 @@ from pretraining.recipe.data import Data, check_mixture
 from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
 from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
 from pretraining.recipe.section import RECIPES, TEXT, Section, check_folder_name, described
-from pretraining.recipe.training import DECAYING, Training, check_judged, check_schedule
+from pretraining.recipe.training import DECAYING, Training, check_judged, check_schedule, steps_of
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
 from pretraining.schema import Wrong, display_path, problem, refuse_first
 
@@ -298,14 +298,15 @@ class Recipe:
         """What is judged is measured, when it is judged. metrics: those of extensions."""
         evaluation, training, keep_best = self.evaluation, self.training, self.checkpoints.keep_best
         # the Trainer takes `logging_steps` if `eval_steps` is left out
-        save, evaluate = training.save_steps, training.eval_steps or training.logging_steps
+        cadences = training.save_steps, training.eval_steps or training.logging_steps
+        save, evaluate = (steps_of(each, self.num_steps) for each in cadences)
         # a save between two validations has no loss of its own step
         is_validated = training.save_strategy == training.eval_strategy == "steps" and not save % evaluate
         if keep_best and not is_validated:
             what = f"is {keep_best}, but not every save is validated: set eval_strategy and save_strategy to steps, and"
             remedy = f"training.save_steps (now {save}) to a multiple of training.eval_steps (now {evaluate})"
             yield "checkpoints.keep_best", f"{what} {remedy}"
-        if evaluation.patience is not None and training.eval_strategy == "no":
+        if evaluation.patience is not None and training.eval_strategy != "steps":
             what = f"is {evaluation.patience}, but nothing is validated while training"
             yield "evaluation.patience", f"{what}: set training.eval_strategy to steps"
         if self.optimizer.average_decay is not None:

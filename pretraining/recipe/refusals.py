@@ -2,7 +2,8 @@
 
 The plan, `data_prep.py`, `train.py` and `branch` read their recipe through `load_recipe_and_ds_config`, so none of them
 accepts a recipe that training would refuse. What a recipe shows by itself is checked when it is read
-(recipe/recipe.py). What depends on the machine is checked by `train.py` only.
+(recipe/recipe.py). What depends on the machine and its packages, as `training.optim_args` does, is checked by
+`train.py` only.
 """
 
 import os
@@ -444,6 +445,9 @@ def _check_sequence(recipe: Recipe, model: Model, ds_config: dict, degrees: Degr
     if recipe.monitors.noise_scale_steps:
         what = "does not go with split sequences: a rank's gradient is not that of whole sequences"
         yield "monitors.noise_scale_steps", f"{what}; set it to null"
+    if recipe.training.get("neftune_noise_alpha"):
+        what = "does not go with split sequences: noise is drawn for a part as if it were a whole sequence"
+        yield "training.neftune_noise_alpha", f"{what}; set it to null"
     # a type without the switch has windows as soon as it has their size
     looks_back = model.get("sliding_window") and model.get("use_sliding_window", True)
     by_size = model.is_exact or "layer_types" not in properties_of(model)

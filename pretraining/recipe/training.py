@@ -42,6 +42,7 @@ TRAINING_KEYS = {
     "use_cpu": "decided by the machine: CPU where there is no GPU",
     "local_rank": "the launcher sets it (deepspeed, torchrun, accelerate launch)",
     "ddp_find_unused_parameters": "always off: every parameter of a language model is used",
+    "ddp_static_graph": "ranks fail with it without DeepSpeed, which does not read it",
     "ddp_timeout": "follows from monitors.hang_minutes, so that a hang is named before a message is given up",
     "ddp_backend": "decided by the machine: nccl with GPUs, gloo without",
     "parallelism_config": "not supported: ranks are data-parallel, sharded by ds_configs/",
@@ -69,6 +70,7 @@ TRAINING_KEYS = {
     "include_num_input_tokens_seen": "every row of metrics.jsonl counts the tokens (train/tokens)",
     "label_smoothing_factor": "the loss is the next token's, as the recipe's loss section says",
     "optim_target_modules": "for GaLore and APOLLO, whose projections checkpoints cannot hold",
+    "skip_memory_metrics": "what it measures is shown nowhere, and takes as long as the step",
     "disable_tqdm": "the bar is shown on a terminal alone; in a file there is a line for each logged step",
     "batch_eval_metrics": _EVALUATION,
     "eval_accumulation_steps": _EVALUATION,
@@ -179,6 +181,12 @@ ONE_OF = {
     for name in ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 } | {PIECEWISE: [{"required": ["points"]}]}
 """Keywords of which a schedule needs exactly one."""
+LOWEST = {
+    "polynomial": ("lr_end", 1e-7),
+    "greedy": ("min_lr", 1e-3),
+    **dict.fromkeys((*ONE_OF, "reduce_lr_on_plateau"), ("min_lr", 0.0)),
+}
+"""{schedule: (its keyword for the lowest rate, transformers' default)}"""
 
 
 class Training(dict):
@@ -230,11 +238,21 @@ class Training(dict):
             return self.get(name, schema["default"])
 
     def unread(self) -> list[str]:
-        """Say if validations have a cadence and are switched off, as they are by default."""
-        if "eval_steps" not in self or self.eval_strategy != "no":
-            return []
-        what = "is set, and training.eval_strategy is no: the run is validated at its end alone"
-        return [f"training.eval_steps: {what}; --set training.eval_strategy=steps"]
+        """Say if validations have a cadence and are switched off, as by default, and what happens at the end alone."""
+        notes, at_end = [], "the run is validated at its end alone"
+        if "eval_steps" in self and self.eval_strategy == "no":
+            what = f"is set, and training.eval_strategy is no: {at_end}"
+            notes.append(f"training.eval_steps: {what}; --set training.eval_strategy=steps")
+        once = {
+            "eval": at_end,
+            "save": "the first checkpoint is that of the end",
+            "logging": "losses are logged at its end alone",
+        }
+        for name, result in once.items():
+            if self.get(key := f"{name}_strategy") == "epoch":
+                what = f"is epoch, and the whole run is one: {result}"
+                notes.append(f"training.{key}: {what}; --set training.{key}=steps")
+        return notes
 
     def in_steps(self, budget: Budget) -> "Training":
         """With what the budget says of the schedule in tokens, in full steps."""
@@ -249,8 +267,7 @@ class Training(dict):
 
     def warmup_in(self, num_steps: float) -> int:
         """Steps of warm-up in a run of `num_steps`: `warmup_steps` may be a share of it."""
-        given = self.warmup_steps
-        return int(given) if given >= 1 else math.ceil(num_steps * given)
+        return steps_of(self.warmup_steps, num_steps)
 
     @property
     def recomputed_one_in(self) -> int:
@@ -291,8 +308,12 @@ class Training(dict):
             yield "training.fp16", "and training.bf16 are both true; choose one"
 
 
+def steps_of(given: float, num_steps: float) -> int:
+    """Steps that a number of them is, or a share below 1 of a run of `num_steps`, as the Trainer counts them."""
+    return int(given) if given >= 1 else math.ceil(num_steps * given)
+
+
 def _check_steps(key: str, given: float) -> Wrong:
-    """1 and above are steps, below 1 a share of the run."""
     if given > 1 and given != int(given):
         yield key, f"is {given:g}; write a whole number of steps, or a share of the run below 1"
 
@@ -346,10 +367,11 @@ def check_schedule(
         if training.warmup_steps:
             yield "training.warmup_steps", f"is given, but {kind} has its warm-up in its points; set it to 0"
         yield from check_points(keywords["points"], f"{key}.points", num_steps)
-    # transformers refuses an end that is not below the peak; 1e-7 is its default
-    end, peak = keywords.get("lr_end", 1e-7), training.learning_rate
-    if kind == "polynomial" and end >= peak:
-        yield f"{key}.lr_end", f"is {end:g}, which is not below training.learning_rate {peak:g}: lower it"
+    if kind in LOWEST:
+        (name, default), peak = LOWEST[kind], training.learning_rate
+        if (lowest := keywords.get(name, default)) >= peak:
+            what = f"is {lowest:g}{'' if name in keywords else ' if it is left out'}"
+            yield f"{key}.{name}", f"{what}, which is not below training.learning_rate {peak:g}: lower it"
     if kind != DECAYING:
         return
     # the parts of such a schedule fit into the run: it would begin in the middle of its decay
@@ -377,9 +399,9 @@ def check_judged(budget: Budget, training: Training, spikes: Spikes) -> Wrong:
         yield "monitors.spikes.rule", f"{what}; --set training.fp16=false --set training.bf16=true, or robust"
     if kind not in BY_METRIC:
         return
-    if training.eval_strategy == "no":
-        what = f"is {kind}, which follows the validation loss, and nothing is validated: set training.eval_strategy"
-        yield "training.lr_scheduler_type", what
+    if training.eval_strategy != "steps":
+        what = f"is {kind}, which follows the validation loss, and nothing is validated before the end"
+        yield "training.lr_scheduler_type", f"{what}; --set training.eval_strategy=steps"
     remedy = f"the validation loss sets the rate of {kind}; leave it out, or choose another schedule"
     if ramp is not None and ramp.lr_scaling != "none":
         yield "budget.ramp.lr_scaling", f"is {ramp.lr_scaling}, but {remedy}"

@@ -1,17 +1,20 @@
 """Build the recipe's optimizer for the Trainer: its groups of parameters, and what it keeps beside them."""
 
+import inspect
 import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from pretraining.errors import nearest
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.optimizer import (
     AVERAGE,
@@ -26,6 +29,7 @@ from pretraining.recipe.optimizer import (
 )
 from pretraining.recipe.piecewise import value_at
 from pretraining.recipe.training import AVERAGING, Training, Z
+from pretraining.schema import display_path, problem
 from pretraining.training.muon import Muon
 from pretraining.upstream.deepspeed import partitions, whole_numel, whole_shape
 from pretraining.upstream.matrices import hidden_matrices
@@ -39,6 +43,57 @@ def choose_optimizer(recipe: Recipe) -> tuple[Callable, dict] | None:
     keywords = {"settings": recipe.optimizer, "training": recipe.training, "scales_of": scales_of}
     # the Trainer calls the first to get the builder, and the builder with the model
     return (lambda: build_optimizer), keywords
+
+
+ADAM_KEYS = {"beta1": "adam_beta1", "beta2": "adam_beta2", "eps": "adam_epsilon"}
+OWN_KEYS = {**ADAM_KEYS, "betas": "adam_beta1", "lr": "learning_rate", "weight_decay": "weight_decay"}
+"""{name in training.optim_args: the key of `training` that has such a value}"""
+
+
+def check_optimizer(recipe: Recipe, arguments: TrainingArguments) -> str:
+    """Return a note on Adam's keys in the recipe that nothing reads with `training.optim`; "" if there are none.
+
+    `UserError` for what nothing reads or takes in `training.optim_args`. Raises what transformers raises for
+    `training.optim` itself.
+    """
+    optim, where, key = recipe.training.optim, recipe.where, "training.optim_args"
+    text = (arguments.optim_args or "").replace(" ", "")
+    given = dict(pair.split("=") for pair in text.split(",")) if text else {}
+
+    def chosen(**changes: Any) -> tuple[Any, dict]:
+        changed = copy(arguments)
+        vars(changed).update({"optim_args": None, **changes})
+        return Trainer.get_optimizer_cls_and_kwargs(changed)
+
+    plain = chosen()
+
+    def reads(**changes: Any) -> bool:
+        """Return whether transformers chooses otherwise, or not at all, with such changes."""
+        try:
+            return chosen(**changes) != plain
+        except (AttributeError, ValueError):
+            return True
+
+    unread = [name for name in ADAM_KEYS.values() if not reads(**{name: getattr(arguments, name) + 1})]
+    own = {name: other for name, other in OWN_KEYS.items() if other not in unread}
+    for name in given:
+        # groups of parameters have a decay of their own, from training.weight_decay
+        if name != "weight_decay" and reads(optim_args=f"{name}=?"):
+            continue
+        known = [each for each in inspect.signature(plain[0]).parameters if reads(optim_args=f"{each}=?")]
+        remedy = f"; write training.{own[name]}" if name in own else nearest(name, known) or "; leave it out"
+        raise problem(where, key, f"has {name}, which nothing reads with training.optim={optim}{remedy}")
+    if given:
+        try:
+            optimizer_class, keywords = chosen(optim_args=text)
+            if as_text := [name for name in given if isinstance(keywords.get(name), str)]:
+                raise TypeError(f"transformers hands {as_text[0]} on as text")
+            optimizer_class([torch.zeros(1, requires_grad=True)], **keywords)
+        except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
+            what = f"is {json.dumps(text)}, which {optim} does not take ({error}); change it, or leave it out"
+            raise problem(where, key, what) from error
+    ignored = ", ".join(f"training.{name}" for name in unread if name in recipe.training)
+    return f"{display_path(recipe.path)}: {ignored}: not read by training.optim={optim}" if ignored else ""
 
 
 TABLES, VECTORS, MATRICES = "embeddings and head", "norms and biases", "hidden matrices"

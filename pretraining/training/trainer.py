@@ -6,6 +6,7 @@ The loop is transformers'. Only public methods are overridden here. upstream/tra
 import atexit
 import gc
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ class PretrainingTrainer(OpenTrainer):
                 callbacks=callbacks,
             )
             # Let transformers refuse names and keywords now rather than when training begins.
-            Trainer.get_optimizer_cls_and_kwargs(self.args)
+            note = optimizers.check_optimizer(recipe, self.args)
             get_scheduler(
                 self.args.lr_scheduler_type,
                 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=self.args.learning_rate),
@@ -142,6 +143,8 @@ class PretrainingTrainer(OpenTrainer):
                 num_training_steps=self.args.max_steps,
                 scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
             )
+        if note and self.is_world_process_zero():
+            print(f"note: {note}", file=sys.stderr, flush=True)
         if self.stop is not None:
             self.add_callback(StoppingCallback(self.stop))
         self.remove_callback(PrinterCallback)  # ProgressCallback shows the same

@@ -74,6 +74,7 @@ NEEDS_MORE = re.compile(
     r"needs a GPU|cannot be used here|needs the package|failed to import|is not installed|pip install|Ampere|"
     r"requires the .* package|"
     r"cannot import|import: keyword has no|holds no \.txt|"
+    r"which nothing reads with training\.optim|training\.optim_args: .* does not take|"
     r"cannot be reached|cannot be read|cannot be loaded|no such file|--force|knows no task|holds no task"
 )
 """Refusals that depend on this machine, its packages and its files, which the plan does not look at."""

@@ -379,6 +379,7 @@ REFUSED = [
     ("zero3:sequence=two", (), 2, "'two' is no number of ranks; write sequence=2"),
     ("zero3:seqence=2", (), 2, "there is no degree 'seqence'; did you mean 'sequence'?"),
     ("zero1:sequence=2", NOISE_SCALE, 2, "monitors.noise_scale_steps: does not go with"),
+    ("zero1:sequence=2", ("training.neftune_noise_alpha=5",), 2, "noise is drawn for a part as if it were"),
     ("zero1:sequence=2", EAGER, 2, "is eager; split sequences go with sdpa"),
     ("zero1:sequence=2", ("budget.tokens_per_step=128",), 4, "2 groups of 2 ranks"),
     ("zero1_tp2", (), 2, "gpt2 keeps queries, keys and values in one convolution"),

@@ -270,6 +270,8 @@ def test_the_disk_of_a_plan_is_all_that_the_run_writes_and_reads():
     assert checkpoints_written(load_recipe("features/gpt2", every)) == 4
     assert checkpoints_written(load_recipe("features/gpt2", [NOTHING_SAVED])) == 0
     assert checkpoints_written(load_recipe("features/gpt2", ["training.save_steps=0.25"])) == 4
+    shares = ["training.save_steps=0.3", "training.eval_steps=0.1", "checkpoints.keep_best=1"]
+    assert checkpoints_written(load_recipe("features/gpt2", [*shares, f"budget.tokens={2048 * 11}"])) == 3
     keep_all = ["checkpoints.keep_last=null", "training.save_steps=7", f"budget.tokens={2048 * 20}"]
     assert build_run_plan(setup("features/gpt2", 1, *keep_all)).checkpoints_kept == 3
     plan = build_run_plan(setup("features/gpt2", 2))

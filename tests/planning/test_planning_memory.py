@@ -390,6 +390,13 @@ CHANGING = {
 """Mistakes whose remedy changes the curve: recipe, values, ds_config, machine, and what is said."""
 AGAIN = ("training.activation_checkpointing=true",)
 KEEPING = {
+    "no checkpoint before the end": (
+        GPT2,
+        ("training.save_strategy=epoch",),
+        None,
+        {},
+        "training.save_strategy=steps --set training.save_steps=2510",
+    ),
     "no checkpoint": (GPT2, ("training.save_steps=1000000",), None, {}, "training.save_steps=2510"),
     "stage": (GPT2, (), "zero3", H200_MEMORY, "--deepspeed zero1"),
     "offload": (GPT2, (), "zero2_offload", H200_MEMORY, "--deepspeed zero2"),

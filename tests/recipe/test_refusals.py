@@ -14,6 +14,8 @@ from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import KEYWORDS
+from pretraining.training.arguments import build_arguments
+from pretraining.training.optimizers import check_optimizer
 from tests.gear.finished_data import refusal
 from tests.gear.recipe_fuzz import RecipeFuzz, checked_recipes, is_looser, plan_outcome, training_outcome
 from tests.gear.runs import EXPERTS, LLAMA, execute
@@ -135,8 +137,16 @@ evaluation.metric=arc/acc
     evaluation.metric: is 'arc/acc', but nothing scores it
 evaluation.patience=2 training.eval_strategy=no
     evaluation.patience: is 2, but nothing is validated
+evaluation.patience=2 training.eval_strategy=epoch
+    evaluation.patience: is 2, but nothing is validated while training
 evaluation.task_steps=300
     evaluation.task_steps: is 300, no multiple of training.eval_steps 250
+evaluation.task_steps=300 training.eval_steps=0.25
+    evaluation.task_steps: is 300, no multiple of training.eval_steps 250
+checkpoints.keep_best=2 training.save_steps=4 training.eval_steps=0.25
+    training.save_steps (now 4) to a multiple of training.eval_steps (now 250)
+checkpoints.keep_best=2 training.eval_strategy=epoch
+    checkpoints.keep_best: is 2, but not every save is validated
 'evaluation.tasks=["arc"]' evaluation.metric=arc/acc evaluation.task_steps=500
     arc/acc is wanted at each validation
 evaluation.prompt=3
@@ -181,6 +191,18 @@ training.lr_scheduler_type=constant
     is no keyword of constant; it takes none: --set training.lr_scheduler_kwargs={}
 training.lr_scheduler_type=greedy training.lr_scheduler_kwargs={} training.warmup_steps=0 training.eval_strategy=no
     follows the validation loss, and nothing is validated
+training.lr_scheduler_type=reduce_lr_on_plateau training.lr_scheduler_kwargs={} training.eval_strategy=epoch
+    follows the validation loss, and nothing is validated before the end
+training.lr_scheduler_type=greedy training.lr_scheduler_kwargs={} training.learning_rate=0.0003
+    min_lr: is 0.001 if it is left out, which is not below training.learning_rate 0.0003: lower it
+training.lr_scheduler_type=reduce_lr_on_plateau 'training.lr_scheduler_kwargs={"min_lr": 0.01}'
+    training.lr_scheduler_kwargs.min_lr: is 0.01, which is not below training.learning_rate 0.005: lower it
+'training.lr_scheduler_kwargs={"min_lr": 0.005}'
+    training.lr_scheduler_kwargs.min_lr: is 0.005, which is not below
+training.lr_scheduler_type=cosine_warmup_with_min_lr 'training.lr_scheduler_kwargs={"min_lr": 1}'
+    training.lr_scheduler_kwargs.min_lr: is 1, which is not below
+training.lr_scheduler_type=polynomial 'training.lr_scheduler_kwargs={"lr_end": 1}'
+    training.lr_scheduler_kwargs.lr_end: is 1, which is not below
 model.initializer_range=-1
     model.initializer_range: is -1.0; it must be greater than 0
 model.n_inner=0
@@ -197,6 +219,10 @@ training.include_num_input_tokens_seen=true
     training.include_num_input_tokens_seen: does not belong here: every row of metrics.jsonl counts the tokens
 training.label_smoothing_factor=0.1
     training.label_smoothing_factor: does not belong here
+training.skip_memory_metrics=false
+    training.skip_memory_metrics: does not belong here: what it measures is shown nowhere
+training.ddp_static_graph=true
+    training.ddp_static_graph: does not belong here: ranks fail with it
 training.fsdp=full_shard
     training.fsdp: does not belong here: not supported: ranks are sharded by DeepSpeed, as a file of ds_configs/
 training.use_liger_kernel=true
@@ -385,9 +411,17 @@ SHORT = {
     "wsd": ["training.lr_scheduler_type=warmup_stable_decay"],
     "schedule_free": [f"training.{each}" for each in ("optim=schedule_free_adamw", *CONSTANT)],
 }
+PLAIN = ("null", 1, "plain")
 LARGE = {"{2**59}": str(2**59), "{2**63}": str(2**63), '{"x" * 201}': "x" * 201}
-LINES = GIVEN.strip().splitlines()
-REFUSED = {typed: said.strip() for typed, said in zip(LINES[::2], LINES[1::2], strict=True)}
+
+
+def by_line(text: str) -> dict[str, str]:
+    """{what is typed: what is said}"""
+    lines = text.strip().splitlines()
+    return {typed: said.strip() for typed, said in zip(lines[::2], lines[1::2], strict=True)}
+
+
+REFUSED = by_line(GIVEN)
 
 
 def settings_of(typed: str) -> tuple[list[str], dict[str, str]]:
@@ -411,6 +445,61 @@ def test_what_is_wrong_is_one_line_with_its_key_and_the_remedy(typed):
     text, recipe = refused(settings, **options), options.get("recipe", "features/gpt2")
     assert REFUSED[typed] in text
     assert text.startswith((f"recipes/{recipe}.json", *(f"--set {each}" for each in settings)))
+
+
+OPTIM_ARGS = by_line("""
+adamw_torch_fused amsgrad=True
+    has amsgrad, which nothing reads with training.optim=adamw_torch_fused; leave it out
+adamw_torch beta1=0.1
+    which nothing reads with training.optim=adamw_torch; write training.adam_beta1
+adafactor beta1=0.9
+    which nothing reads with training.optim=adafactor; leave it out
+adamw_bnb_8bit eps=1e-6
+    which nothing reads with training.optim=adamw_bnb_8bit; write training.adam_epsilon
+ademamix nonsense=1
+    has nonsense, which nothing reads
+sgd momentm=0.9
+    has momentm, which nothing reads with training.optim=sgd; did you mean 'momentum'?
+sgd momentum=0.9,weight_decay=0.9
+    has weight_decay, which nothing reads with training.optim=sgd; write training.weight_decay
+sgd momentum=high
+    which sgd does not take (could not convert string to float: 'high'); change it, or leave it out
+sgd nesterov=true
+    which sgd does not take (Nesterov momentum requires a momentum
+rmsprop weight_decay=0.9
+    write training.weight_decay
+rmsprop_bnb alpha=0.5
+    which rmsprop_bnb does not take (transformers hands alpha on as text)
+adagrad initial_accumulator_value=1
+    has initial_accumulator_value, which nothing reads
+""")
+"""`training.optim` and `training.optim_args`, and below them what a start says."""
+READ = "ademamix alpha=5.0,beta3=0.9999", "sgd momentum=0.9,nesterov=true", "adagrad lr_decay=0"
+
+
+@pytest.mark.parametrize("typed", [*OPTIM_ARGS, *READ])
+def test_what_an_optimizer_does_not_read_is_refused_at_the_start(typed, tmp_path):
+    """As transformers chooses class and keywords; a value that is the default is read too."""
+    optim, given = typed.split()
+    if "bnb" in optim or optim == "ademamix":
+        pytest.importorskip("bitsandbytes")
+    settings = [f"training.optim={optim}", f'training.optim_args="{given}"']
+    recipe = load_recipe("features/gpt2", settings)
+    arguments, said = build_arguments(recipe, None, tmp_path, 1), OPTIM_ARGS.get(typed, "")
+    line = refusal(check_optimizer, recipe, arguments) if said else check_optimizer(recipe, arguments)
+    assert said in line and ("training.optim_args: " in line) == bool(said)
+
+
+def test_a_start_refuses_them_before_it_writes_and_notes_keys_of_adam_that_are_not_read(workshop, tmp_path):
+    """One line and no run; a recipe may have Adam's keys from the one that it is a variant of."""
+    wrong = execute(
+        workshop.command(tmp_path / "run", *PLAIN, ("training.optim=sgd", 'training.optim_args="lr=1"'))
+    )
+    assert wrong.code == 2 and wrong.stderr.count("error: ") == 1, wrong.output
+    assert "; write training.learning_rate" in wrong.stderr and not (tmp_path / "run/recipe.json").exists()
+    finished = execute(workshop.command(tmp_path / "run", *PLAIN, ("training.optim=sgd",)))
+    assert finished.code == 0, finished.output
+    assert "training.adam_beta2, training.adam_epsilon: not read by training.optim=sgd" in finished.stderr
 
 
 REMEDIED = """

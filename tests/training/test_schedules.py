@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainerState, TrainingArguments, get_scheduler
 
 from pretraining.recipe import load_recipe
 from pretraining.recipe.budget import Budget
+from pretraining.recipe.training import steps_of
 from pretraining.training.arguments import build_arguments
 from pretraining.training.schedule import follow_run
 from tests.gear.runs import Run, completed
@@ -89,13 +90,17 @@ IN_TOKENS = {
 }
 
 
-@pytest.mark.parametrize("given", [0, 7, 0.03, 0.0999])
+@pytest.mark.parametrize("given", [0, 7, 0.03, 0.0999, 0.25])
 def test_the_trainer_warms_up_for_as_many_steps_as_the_recipe_says(given, tmp_path):
-    """The plan, a branch and the ladder count by the recipe; the rate of most schedules by the Trainer."""
-    recipe = load_recipe("features/gpt2", [f"training.warmup_steps={given}"])
-    arguments = build_arguments(recipe, None, tmp_path, 1)
+    """The plan, a branch and the ladder count by the recipe; the rate of most schedules, and saves, by the Trainer."""
+    recipe = load_recipe(
+        "features/gpt2", [f"training.warmup_steps={given}", f"training.save_steps={given or 1}"]
+    )
+    arguments, state = build_arguments(recipe, None, tmp_path, 1), TrainerState()
     for steps in (10, 333, 1000):
         assert arguments.get_warmup_steps(steps) == recipe.warmup_steps(steps)
+        state.compute_steps(arguments, steps)
+        assert state.save_steps == steps_of(recipe.training.save_steps, steps)
 
 
 def recipe_in_tokens(name: str, *more: str):
@@ -182,6 +187,15 @@ def test_a_cadence_of_validations_that_are_off_is_said_to_do_nothing():
         "training.eval_strategy is no" in note for note in load_recipe("features/gpt2", settings).notes
     )
     assert not load_recipe("features/gpt2", settings[1:]).notes
+
+
+@pytest.mark.parametrize(
+    "name, said", {"eval": "validated", "save": "checkpoint", "logging": "logged"}.items()
+)
+def test_what_comes_once_an_epoch_is_said_to_come_at_the_end(name, said):
+    """A run is one epoch, however often it reads its text."""
+    (note,) = load_recipe("features/gpt2", [f"training.{name}_strategy=epoch"]).notes
+    assert said in note and note.endswith(f"--set training.{name}_strategy=steps")
 
 
 def test_keys_of_muon_without_muon_are_said_to_do_nothing():
