@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -13,69 +12,28 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from pretraining.data.corpus import prefetch
 from pretraining.data.manifest import read_manifest, report_text
-from pretraining.data.preparation.prepare import count_data, prepare_data
+from pretraining.data.preparation.prepare import count_data
 from pretraining.data.prepared import open_prepared
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import preparation_lock
 from pretraining.errors import UserError
-from pretraining.recipe.data import Data, Source
-from pretraining.recipe.model import Model
+from pretraining.recipe.data import Source
+from tests.gear import finished_data
+from tests.gear.finished_data import data_prep, make_texts, prepare, recipe_file, recipe_for, write_jsonl
 from tests.gear.local_hub import LocalHub
 from tests.gear.runs import REPOSITORY, bytes_of, execute
 
-WORDS = [
-    "def",
-    "return",
-    "tensor",
-    "shard",
-    "café",
-    "naïve",
-    "ранг",
-    "模型",
-    "🙂",
-    "import",
-    "x",
-    "==",
-    "loss",
-]
-
-
-def make_texts(count: int, seed: int = 0, num_words: int = 60) -> list[str]:
-    draw = random.Random(seed)
-    return [f"{number} " + " ".join(draw.choices(WORDS, k=num_words)) for number in range(count)]
-
-
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n" for text in texts))
-    return path
-
-
-def recipe_for(*sources: Path | str | dict, **data) -> SimpleNamespace:
-    """A stand-in for a recipe: the attributes the data room reads."""
-    entries = [source if isinstance(source, dict) else {"path": str(source)} for source in sources]
-    section = {"name": "corpus", "sources": entries, "tokenizer": {"train_vocab_size": 280}}
-    # each task would check another encoder against this one
-    section |= {"validation_share": 0.2, "encoder": "tokenizers", **data}
-    asked = {"name": "small", "words": ["--recipe", "small"], "sequence_length": 32, "extensions": ()}
-    return SimpleNamespace(**asked, data=Data.of(section), model=Model(vocab_size=512))
-
-
-def prepare(root: Path, recipe, replace: bool = False) -> Path:
-    return prepare_data(recipe, root, show_progress=False, replace=replace).folder
-
 
 def refusal(root: Path, recipe) -> str:
-    """The message of the refusal; nothing may be written."""
-    with pytest.raises(UserError) as caught:
-        prepare(root, recipe)
+    """The line of the refusal; nothing may be written."""
+    said = finished_data.refusal(prepare, root, recipe)
     assert not root.exists()
-    return str(caught.value)
+    return said
 
 
 @pytest.fixture
@@ -86,21 +44,6 @@ def root(tmp_path) -> Path:
 @pytest.fixture
 def corpus(tmp_path) -> Path:
     return write_jsonl(tmp_path / "corpus.jsonl", make_texts(80))
-
-
-def recipe_file(folder: Path, source: Path) -> Path:
-    """A real recipe: `tiny` with another data section."""
-    values = json.loads((REPOSITORY / "recipes" / "features" / "gpt2.json").read_text())
-    values["data"] = {"name": "corpus", "sources": [{"path": str(source)}], "sequence_length": 32}
-    values["data"] |= {"tokenizer": {"train_vocab_size": 280}, "validation_share": 0.2}
-    path = folder / "small.json"
-    path.write_text(json.dumps(values))
-    return path
-
-
-def data_prep(recipe: Path, root: Path, *more: str) -> list[str]:
-    script = str(REPOSITORY / "data_prep.py")
-    return [sys.executable, script, "--recipe", str(recipe), "--data_dir", str(root), *more]
 
 
 def test_rows_decode_back_to_the_texts_in_order(root, tmp_path):
@@ -134,10 +77,8 @@ def test_every_kind_of_source_gives_the_same_tokens(tmp_path):
     """The tokens depend on the texts, not on the files that hold them; a byte order mark is no text."""
     found = {}
     for kind in KINDS:
-        folder = prepare(
-            tmp_path / f"{kind}-data", recipe_for(_source_of(kind, tmp_path / kind, make_texts(60)))
-        )
-        found[kind] = read_manifest(folder)["fingerprint"]
+        recipe = recipe_for(_source_of(kind, tmp_path / kind, make_texts(60)))
+        found[kind] = read_manifest(prepare(tmp_path / f"{kind}-data", recipe))["fingerprint"]
     assert len(set(found.values())) == 1, found
 
 
@@ -207,13 +148,9 @@ def test_two_preparations_give_identical_bytes(tmp_path, corpus):
     assert found[0] == found[1] and len(found[0]) == 11
 
 
-MOMENTS = [
-    "tokenizer/.*",
-    "tokenizer/00000-*",
-    "tokenize/.*/validation",
-    "tokenize/.*/train/data-00000.arrow",
-]
-MOMENTS = [f".corpus.work/{moment}" for moment in (*MOMENTS, "tokenize/00000-*")] + [".corpus.building"]
+OF_WORK = ("tokenizer/.*", "tokenizer/00000-*", "tokenize/.*/validation", "tokenize/00000-*")
+OF_WORK += ("tokenize/.*/train/data-00000.arrow",)
+MOMENTS = [*(f".corpus.work/{moment}" for moment in OF_WORK), ".corpus.building"]
 
 
 def test_killed_at_any_moment_leaves_nothing_that_looks_finished(tmp_path, root):
@@ -240,14 +177,6 @@ def _kill_when(command: list[str], root: Path, moment: str) -> bool:
     return killed
 
 
-def test_preparations_of_the_same_data_wait_for_each_other(tmp_path, root, corpus):
-    """Two processes at once: one builds, both completed, the result is whole."""
-    command = data_prep(recipe_file(tmp_path, corpus), root, "--json")
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(2)]
-    results = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0] and results[0] == results[1]
-
-
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """24 MB more text: the same peak but for the allocator's mood (buffers and shards are full in both).
 
@@ -265,7 +194,7 @@ def _peak_bytes(folder: Path, megabytes: int) -> int:
         for repeat in range((megabytes << 20) // line_bytes):
             file.writelines(json.dumps({"text": f"{repeat} {text}"}) + "\n" for text in texts)
     program = (
-        "import sys; from pathlib import Path; from tests.data.test_data_prep import *\n"
+        "import sys; from pathlib import Path; from tests.gear.finished_data import *\n"
         "from pretraining.data import shards; shards.SHARD_TOKENS = 1 << 18\n"
         f"prepare(Path({str(folder / 'data')!r}), recipe_for({str(source)!r}, name='m{megabytes}', encoder='auto'))\n"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
@@ -340,10 +269,8 @@ def test_empty_corpus_is_refused(root, corpus, tmp_path):
     local = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"
     assert "the corpus is empty" in refusal(root, recipe_for(source))
     assert "the corpus is empty" in refusal(root, recipe_for(source, tokenizer=str(local)))
-    for sources in (
-        corpus,
-        {"path": str(corpus), "max_tokens": 3000},
-    ):  # cleaned before they are read, and as they are
+    # cleaned before they are read, and as they are
+    for sources in (corpus, {"path": str(corpus), "max_tokens": 3000}):
         message = refusal(root, recipe_for(sources, filters=[{"rule": "length", "min_words": 10**6}]))
         assert "the corpus is empty" in message and "what filters took out" in message
 
@@ -358,8 +285,7 @@ def test_a_corpus_too_small_for_blocks_says_what_would_do(root, corpus):
     recipe.sequence_length = 100_000
     assert "add text: two blocks need 200,002 tokens" in refusal(root, recipe)
     prepare(root, recipe_for(corpus, validation_share=share))
-    with pytest.raises(UserError, match="too few for one block of 100,001"):
-        prepare(root, recipe)
+    assert "too few for one block of 100,001" in finished_data.refusal(prepare, root, recipe)
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(root, corpus, tmp_path):
@@ -402,10 +328,9 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, root):
     """Through the real command: one line on stderr that names the source's place in the list, nothing written."""
     recipe = recipe_file(tmp_path, write_jsonl(tmp_path / "a.jsonl", make_texts(1)))
     sources = json.dumps([{"path": str(tmp_path / name)} for name in ("a.jsonl", "nowhere.txt")])
-    result = execute(data_prep(recipe, root, "--set", f"data.sources={sources}"))
-    assert result.code == 2 and not root.exists() and result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"error: {recipe} with --set data.sources=")
-    assert f": data.sources.1.path: {tmp_path / 'nowhere.txt'}: no such file" in result.stderr
+    said = execute(data_prep(recipe, root, "--set", f"data.sources={sources}")).refusal
+    assert said.startswith(f"error: {recipe} with --set data.sources=") and not root.exists()
+    assert f": data.sources.1.path: {tmp_path / 'nowhere.txt'}: no such file" in said
 
 
 def test_a_log_file_gets_lines_and_no_bar(capsys, monkeypatch):
@@ -441,8 +366,7 @@ def test_what_a_machine_refuses_is_one_line(root, corpus, monkeypatch, remedy):
         raise FAULTS[remedy]
 
     monkeypatch.setattr("pretraining.data.shards.SplitWriter._write_shard", refuse)
-    with pytest.raises(UserError, match=re.escape(remedy)):  # finished work is kept
-        prepare(root, recipe_for(corpus))
+    assert remedy in finished_data.refusal(prepare, root, recipe_for(corpus))  # finished work is kept
 
 
 def test_a_limit_on_the_size_of_files_is_one_line(tmp_path, root):
@@ -521,8 +445,8 @@ def test_a_folder_of_somebody_s_files_is_not_replaced(root, corpus):
     """Only what a preparation made is ever removed; an empty folder is no obstacle."""
     (root / "corpus").mkdir(parents=True)
     (root / "corpus" / "thesis.tex").write_text("precious")
-    with pytest.raises(UserError, match="holds files that are no prepared data"):
-        prepare(root, recipe_for(corpus))
+    said = finished_data.refusal(prepare, root, recipe_for(corpus))
+    assert "holds files that are no prepared data" in said
     assert (root / "corpus" / "thesis.tex").read_text() == "precious"
     (root / "corpus" / "thesis.tex").unlink()
     assert (prepare(root, recipe_for(corpus)) / "manifest.json").exists()
@@ -543,9 +467,8 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_named_before_text_is_read(tmp
     with LocalHub() as hub:
         hub.gated.add("someone/gated")
         hub.missing.add("gpt3")
-        refused = execute(command, **{**hub.environment, "HF_TOKEN": "", "HF_HOME": tmp_path / "hub"})
-    assert refused.code == 2 and refused.stderr.count("\n") == 1
-    assert "data.tokenizer: " in refused.stderr and all(words in refused.stderr for words in said)
+        refused = execute(command, **{**hub.environment, "HF_TOKEN": "", "HF_HOME": tmp_path / "hub"}).refusal
+    assert "data.tokenizer: " in refused and all(words in refused for words in said)
     assert not (tmp_path / "data").exists()
 
 

@@ -16,10 +16,8 @@ from pretraining.data.manifest import read_manifest, verify
 from pretraining.data.prepared import open_prepared
 from pretraining.data.shards import SplitWriter, TokenSplit, token_dtype
 from pretraining.errors import UserError
-from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
-from tests.gear.finished_data import refusal
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.gear.finished_data import make_texts, prepare, recipe_for, refusal, write_jsonl
+from tests.gear.runs import REPOSITORY
 
 
 def write_split(folder: Path, documents: list[np.ndarray], shard_tokens: int, dtype=np.uint16) -> TokenSplit:
