@@ -153,19 +153,6 @@ def test_the_page_of_a_ladder_is_drawn(new_page, workshop):
     assert page.locator("#runs tbody tr").count() == 9
 
 
-def test_axes_and_overlaid_runs(opened, run):
-    """Every axis and switch redraws without an error; several runs share the charts."""
-    page = opened(run, payload_of(run, name="other"))
-    for name in ("steps", "hours", "tokens"):
-        page.get_by_role("button", name=name, exact=True).click()
-    for name in ("log x", "log y", "forecast"):
-        page.get_by_label(name).check()
-    page.get_by_role("button", name="other", exact=True).first.click()
-    page.locator("#loss .u-over").hover(position={"x": 400, "y": 150})
-    assert all(page.evaluate(INK))
-    assert "other" in page.locator("#loss .legend").inner_text()
-
-
 def test_the_plan_and_the_scores_stand_beside_what_was_measured(opened, run):
     """Memory as planned and as it was, in the chart and in the table; every score of every validation."""
     page = opened(run)
@@ -197,16 +184,26 @@ def test_eighty_layers_fit_one_chart(opened, tmp_path):
     assert all(page.evaluate(INK))
 
 
-def test_charts_have_plain_titles_and_say_something(opened, tmp_path):
-    """What was zero throughout has no chart; one that was not once has."""
+def test_charts_have_plain_titles_with_their_unit_and_say_something(opened, tmp_path):
+    """Of all ranks together and of each rank. What was zero throughout has no chart; one that was not once has."""
     run = made_run(tmp_path / "run", noisy_law(50))
     for step in (51, 52):
-        zeros = {"throughput/evaluation_seconds": 0.0, "throughput/saving_seconds": 0.0}
-        row = {**zeros, "stability/refused_steps": step - 51, "train/save_blocked_seconds": 0.5}
-        append_row(run.metrics, {"step": step, "time": 0, **row, "train/save_snapshot_bytes": 2e6})
-    titles = opened(run).locator("h3").all_inner_texts()
+        row = {"throughput/evaluation_seconds": 0.0, "throughput/saving_seconds": 0.0}
+        row |= {"stability/refused_steps": step - 51, "train/save_blocked_seconds": 0.5}
+        row |= {"train/save_snapshot_bytes": 2e6, "throughput/samples_per_second": 3.0}
+        row |= {"hardware/gpu_power_watts": 900.0 + step, "hardware/gpu_temperature_celsius": 71.0}
+        row |= {f"hardware/gpu_power_watts/{rank}": 450.0 + step + rank for rank in range(2)}
+        append_row(run.metrics, {"step": step, "time": 0, **row})
+    page = opened(run)
+    titles = page.locator("h3").all_inner_texts()
     assert {"Time for which a save held up training", "Host memory for the copy that is saved"} <= set(titles)
     assert "Steps refused so far" in titles and not any("validations and saves" in title for title in titles)
+    shown = page.locator("#memory-and-hardware").inner_text()
+    assert "GPU power, all ranks together\nW" in shown
+    assert "GPU temperature, the hottest of all ranks\n°C" in shown
+    assert "GPU power of each rank\nW" in shown and "rank 0" in shown and "rank 1" in shown
+    assert "Samples per second, all ranks together\nsamples/s" in page.locator("#speed").inner_text()
+    assert all(page.evaluate(INK))
 
 
 def test_how_a_run_stands_is_told_by_the_readers_clock(opened, tmp_path):
@@ -276,22 +273,6 @@ def test_charts_are_grouped_and_named_with_their_unit(opened, run):
     assert all(page.evaluate(INK))
 
 
-def test_what_each_gpu_reads_is_a_chart_of_its_own(opened, tmp_path):
-    """Of all ranks together and of each rank, with the unit beside the title."""
-    run = made_run(tmp_path / "run", noisy_law(50))
-    for step in (51, 52):
-        row = {"hardware/gpu_power_watts": 900.0 + step, "throughput/samples_per_second": 3.0}
-        row |= {f"hardware/gpu_power_watts/{rank}": 450.0 + step + rank for rank in range(2)}
-        append_row(run.metrics, {"step": step, "time": 0, **row, "hardware/gpu_temperature_celsius": 71.0})
-    page = opened(run)
-    shown = page.locator("#memory-and-hardware").inner_text()
-    assert "GPU power, all ranks together\nW" in shown
-    assert "GPU temperature, the hottest of all ranks\n°C" in shown
-    assert "GPU power of each rank\nW" in shown and "rank 0" in shown and "rank 1" in shown
-    assert "Samples per second, all ranks together\nsamples/s" in page.locator("#speed").inner_text()
-    assert all(page.evaluate(INK))
-
-
 def test_curves_are_downloaded_as_csv(opened, run):
     """Of one chart and of all, the points that are drawn, also those that are not finite."""
     page = opened(payload_of(run, name='a "b"'))
@@ -323,17 +304,28 @@ def test_samples_are_chosen_by_step_and_by_prompt(opened, run):
 
 
 def test_overlaid_runs_show_what_differs_and_the_console_of_each(opened, run):
-    """In a table of dotted keys and in the legends; the best validation loss is bold."""
+    """In a table of dotted keys and in the legends; the best validation loss is bold.
+
+    They share the charts, which every axis and switch draws anew without an error.
+    """
     other = payload_of(run, name="other") | {"best_validation": 4.0, "console": "of the other"}
     other["recipe"] = {**json.loads(run.recipe.read_text()), "training": {"learning_rate": 0.002}}
     page = opened(run, other)
     assert "training.learning_rate\tleft out\t0.002" in page.locator("#settings tbody").inner_text()
-    assert "other: training.learning_rate 0.002" in page.locator("#loss .legend").inner_text()
+    label = "other: training.learning_rate 0.002"
+    assert label in page.locator("#loss .legend").inner_text()
     assert page.locator("td b").all_inner_texts() == ["4.0000"]
     page.locator("#console summary").click()
     assert page.locator("#console pre").inner_text() == SCRIPT
     page.get_by_role("group", name="run").get_by_text("other").click()
     assert page.locator("#console pre").inner_text() == "of the other"
+    for name in ("steps", "hours", "tokens"):
+        page.get_by_role("button", name=name, exact=True).click()
+    for name in ("log x", "log y", "forecast"):
+        page.get_by_label(name).check()
+    page.locator("#loss .legend button", has_text=label).click()
+    page.locator("#loss .u-over").hover(position={"x": 400, "y": 150})
+    assert all(page.evaluate(INK)) and label in page.locator("#loss .legend").inner_text()
 
 
 def test_events_are_told_in_words(opened, tmp_path):
