@@ -26,10 +26,10 @@ from pretraining.recipe.data import Source
 from tests.gear import finished_data
 from tests.gear.finished_data import data_prep, make_texts, prepare, recipe_file, recipe_for, write_jsonl
 from tests.gear.local_hub import LocalHub
-from tests.gear.runs import REPOSITORY, bytes_of, execute
+from tests.gear.runs import bytes_of, completed, execute
 
 
-def refusal(root: Path, recipe) -> str:
+def refused(root: Path, recipe) -> str:
     """The line of the refusal; nothing may be written."""
     said = finished_data.refusal(prepare, root, recipe)
     assert not root.exists()
@@ -120,15 +120,14 @@ def test_the_embedded_default_needs_nothing_but_python():
 def test_second_run_returns_at_once(root, corpus, tmp_path):
     """Same inputs: nothing is rewritten, and nothing heavy is imported to find that out."""
     recipe = recipe_file(tmp_path, corpus)
-    subprocess.run(data_prep(recipe, root), check=True, capture_output=True)
+    completed(data_prep(recipe, root))
     before = (root / "corpus" / "manifest.json").stat()
     program = (
         "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "print('\\n'.join(sys.modules))"
     )
     command = [sys.executable, "-c", program, *data_prep(recipe, root, "--json")[1:]]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
-    summary, *imported = shown.splitlines()
+    summary, *imported = completed(command).stdout.splitlines()
     assert json.loads(summary)["validation"]["documents"] > 0
     after = (root / "corpus" / "manifest.json").stat()
     assert (before.st_mtime_ns, before.st_ino) == (after.st_mtime_ns, after.st_ino)
@@ -142,8 +141,7 @@ def test_two_preparations_give_identical_bytes(tmp_path, corpus):
     found = []
     for threads in ("1", "4"):
         command = data_prep(recipe_file(tmp_path, corpus), tmp_path / f"with-{threads}")
-        environment = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads}
-        subprocess.run(command, check=True, capture_output=True, env=environment)
+        completed(command, RAYON_NUM_THREADS=threads, PYTHONHASHSEED=threads)
         found.append(bytes_of(tmp_path / f"with-{threads}" / "corpus"))
     assert found[0] == found[1] and len(found[0]) == 11
 
@@ -157,10 +155,10 @@ def test_killed_at_any_moment_leaves_nothing_that_looks_finished(tmp_path, root)
     """SIGKILL while reading, training, encoding, writing; the next run gives the undisturbed bytes."""
     source = write_jsonl(tmp_path / "large.jsonl", make_texts(4000))
     recipe = recipe_file(tmp_path, source)
-    subprocess.run(data_prep(recipe, tmp_path / "reference"), check=True, capture_output=True)
+    completed(data_prep(recipe, tmp_path / "reference"))
     for moment in MOMENTS:
         assert any(_kill_when(data_prep(recipe, root), root, moment) for _ in range(5)), moment
-    subprocess.run(data_prep(recipe, root), check=True, capture_output=True)
+    completed(data_prep(recipe, root))
     assert bytes_of(root / "corpus") == bytes_of(tmp_path / "reference" / "corpus")
     assert sorted(path.name for path in root.iterdir()) == ["corpus"]
 
@@ -199,21 +197,20 @@ def _peak_bytes(folder: Path, megabytes: int) -> int:
         f"prepare(Path({str(folder / 'data')!r}), recipe_for({str(source)!r}, name='m{megabytes}', encoder='auto'))\n"
         "print(next(l.split()[1] for l in open('/proc/self/status') if l.startswith('VmHWM')))"
     )
-    command = [sys.executable, "-c", program]
-    return 1024 * int(subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY).stdout)
+    return 1024 * int(completed([sys.executable, "-c", program]).stdout)
 
 
 def test_undecodable_text_names_file_and_line_or_is_counted(root, tmp_path):
     """Not UTF-8: refused with file and line; left out and counted where the recipe asks for it."""
     source = write_jsonl(tmp_path / "mixed.jsonl", make_texts(60))
     source.write_bytes(source.read_bytes() + b'{"text": "caf\xe9"}\n{"text": "\\ud800 half a pair"}\n')
-    assert f"{source}:line 61: not UTF-8" in refusal(root, recipe_for(source))
+    assert f"{source}:line 61: not UTF-8" in refused(root, recipe_for(source))
     recipe = recipe_for(source, skip_undecodable=True)
     manifest = read_manifest(prepare(root, recipe))
     assert manifest["skipped"] == {"undecodable": 2, "empty": 0}
     assert sum(split["documents"] for split in manifest["splits"].values()) == 60
     (tmp_path / "latin.txt").write_bytes(b"first\nsecond\nna\xefve\n")
-    assert "latin.txt:line 3: not UTF-8" in refusal(tmp_path / "none", recipe_for(tmp_path / "latin.txt"))
+    assert "latin.txt:line 3: not UTF-8" in refused(tmp_path / "none", recipe_for(tmp_path / "latin.txt"))
 
 
 BAD_LINES = {
@@ -231,7 +228,7 @@ def test_bad_json_lines_say_which_line_and_what(root, tmp_path):
     """Bad input is one line: the file, the line, what is wrong."""
     for line, said in BAD_LINES.items():
         (tmp_path / "bad.jsonl").write_text(line + "\n")
-        message = refusal(root, recipe_for(tmp_path / "bad.jsonl"))
+        message = refused(root, recipe_for(tmp_path / "bad.jsonl"))
         assert "bad.jsonl:line 1" in message and said in message
 
 
@@ -241,7 +238,7 @@ def test_truncated_files_are_refused(root, tmp_path, suffix):
     source = _source_of(suffix, tmp_path / "input", make_texts(3000))
     path = next(Path(source).iterdir())
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    message = refusal(root, recipe_for(path))
+    message = refused(root, recipe_for(path))
     assert path.name in message and "truncated or damaged" in message
 
 
@@ -253,37 +250,37 @@ def test_paths_that_hold_nothing_readable_are_refused(root, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.csv").write_text("x")
     looked_in = f"(looked in {Path.cwd()})"
-    assert f"no such file or folder {looked_in}" in refusal(root, recipe_for(tmp_path / "nowhere"))
-    assert looked_in in refusal(root, recipe_for("nowhere/*.txt"))
-    assert "unknown suffix" in refusal(root, recipe_for(tmp_path / "a.csv"))
-    assert "no readable file" in refusal(root, recipe_for(tmp_path / "empty"))
-    assert "no readable file" in refusal(root, recipe_for(tmp_path / "empty" / "*.txt"))
-    assert "path is empty" in refusal(root, recipe_for(""))
+    assert f"no such file or folder {looked_in}" in refused(root, recipe_for(tmp_path / "nowhere"))
+    assert looked_in in refused(root, recipe_for("nowhere/*.txt"))
+    assert "unknown suffix" in refused(root, recipe_for(tmp_path / "a.csv"))
+    assert "no readable file" in refused(root, recipe_for(tmp_path / "empty"))
+    assert "no readable file" in refused(root, recipe_for(tmp_path / "empty" / "*.txt"))
+    assert "path is empty" in refused(root, recipe_for(""))
     parquet.write_table(pa.table({"content": ["a"], "url": ["b"]}), tmp_path / "a.parquet")
-    assert "(columns: content, url)" in refusal(root, recipe_for(tmp_path / "a.parquet"))
+    assert "(columns: content, url)" in refused(root, recipe_for(tmp_path / "a.parquet"))
 
 
 def test_empty_corpus_is_refused(root, corpus, tmp_path):
     """Only empty documents, or filters that leave nothing: no data set, whatever the tokenizer."""
     source = write_jsonl(tmp_path / "empty.jsonl", ["", ""])
     local = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"
-    assert "the corpus is empty" in refusal(root, recipe_for(source))
-    assert "the corpus is empty" in refusal(root, recipe_for(source, tokenizer=str(local)))
+    assert "the corpus is empty" in refused(root, recipe_for(source))
+    assert "the corpus is empty" in refused(root, recipe_for(source, tokenizer=str(local)))
     # cleaned before they are read, and as they are
     for sources in (corpus, {"path": str(corpus), "max_tokens": 3000}):
-        message = refusal(root, recipe_for(sources, filters=[{"rule": "length", "min_words": 10**6}]))
+        message = refused(root, recipe_for(sources, filters=[{"rule": "length", "min_words": 10**6}]))
         assert "the corpus is empty" in message and "what filters took out" in message
 
 
 def test_a_corpus_too_small_for_blocks_says_what_would_do(root, corpus):
     """A share that works with the same corpus; tokens if none does; so too if the recipe wants longer blocks later."""
     recipe = recipe_for(corpus, validation_share=1e-6)
-    message = refusal(root, recipe)
+    message = refused(root, recipe)
     assert "validation has 0 of the corpus's" in message
     share = float(message.partition("set data.validation_share to ")[2].split()[0])
     recipe = recipe_for(corpus, validation_share=share)
     recipe.sequence_length = 100_000
-    assert "add text: two blocks need 200,002 tokens" in refusal(root, recipe)
+    assert "add text: two blocks need 200,002 tokens" in refused(root, recipe)
     prepare(root, recipe_for(corpus, validation_share=share))
     assert "too few for one block of 100,001" in finished_data.refusal(prepare, root, recipe)
 
@@ -291,10 +288,10 @@ def test_a_corpus_too_small_for_blocks_says_what_would_do(root, corpus):
 def test_a_tokenizer_that_does_not_fit_is_refused(root, corpus, tmp_path):
     """More ids than embeddings, too few merges, no way to close documents, no tokenizer at all."""
     large = recipe_for(corpus, tokenizer={"train_vocab_size": 600})
-    assert "it has 600 ids, the model only 512" in refusal(root, large)
+    assert "it has 600 ids, the model only 512" in refused(root, large)
     few = write_jsonl(tmp_path / "few.jsonl", ["ab", "abc"] * 20)
-    assert "the corpus gives" in refusal(root, recipe_for(few, tokenizer={"train_vocab_size": 500}))
-    assert "no such folder" in refusal(root, recipe_for(corpus, tokenizer="./nowhere"))
+    assert "the corpus gives" in refused(root, recipe_for(few, tokenizer={"train_vocab_size": 500}))
+    assert "no such folder" in refused(root, recipe_for(corpus, tokenizer="./nowhere"))
     folder = prepare(tmp_path / "t", recipe_for(corpus)) / "tokenizer"
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"] = []
@@ -303,7 +300,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(root, corpus, tmp_path):
     broken |= dict.fromkeys((b"{}", b"{nonsense", b"\xff\xfe"), "tokenizer.json cannot be read")
     for written, said in broken.items():
         (folder / "tokenizer.json").write_bytes(written)
-        assert said in refusal(root, recipe_for(corpus, tokenizer=str(folder)))
+        assert said in refused(root, recipe_for(corpus, tokenizer=str(folder)))
 
 
 def test_a_tokenizer_without_a_config_still_names_its_end_of_text(root, corpus, tmp_path):
@@ -320,7 +317,7 @@ def test_a_tokenizer_without_a_config_still_names_its_end_of_text(root, corpus, 
 def test_missing_package_is_one_sentence(root, corpus, monkeypatch):
     """An optional package that is not installed costs a sentence that says how to install it."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    message = refusal(root, recipe_for({"dataset": str(corpus.parent), "split": "train"}))
+    message = refused(root, recipe_for({"dataset": str(corpus.parent), "split": "train"}))
     assert "'datasets'" in message and "pip install datasets" in message
 
 
@@ -391,10 +388,10 @@ def test_a_full_disk_keeps_the_finished_work(tmp_path, disk_of):
     (tokenizer,) = (disk / "data").glob(".corpus.work/tokenizer/*/tokenizer.json")
     made = tokenizer.stat().st_mtime_ns
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
-    subprocess.run(command, check=True, capture_output=True)
+    completed(command)
     kept = disk / "data" / "corpus" / "tokenizer" / "tokenizer.json"
     assert kept.stat().st_mtime_ns == made
-    subprocess.run(data_prep(tmp_path / "small.json", tmp_path / "data"), check=True, capture_output=True)
+    completed(data_prep(tmp_path / "small.json", tmp_path / "data"))
     assert bytes_of(disk / "data" / "corpus") == bytes_of(tmp_path / "data" / "corpus")
 
 
@@ -467,8 +464,8 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_named_before_text_is_read(tmp
     with LocalHub() as hub:
         hub.gated.add("someone/gated")
         hub.missing.add("gpt3")
-        refused = execute(command, **{**hub.environment, "HF_TOKEN": "", "HF_HOME": tmp_path / "hub"}).refusal
-    assert "data.tokenizer: " in refused and all(words in refused for words in said)
+        told = execute(command, **{**hub.environment, "HF_TOKEN": "", "HF_HOME": tmp_path / "hub"}).refusal
+    assert "data.tokenizer: " in told and all(words in told for words in said)
     assert not (tmp_path / "data").exists()
 
 

@@ -4,8 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +24,7 @@ from pretraining.data.streaming.remote_data import Prefetcher, RemoteData, Shard
 from pretraining.errors import UserError
 from tests.gear.finished_data import make_texts, prepare, recipe_for, refusal, write_jsonl
 from tests.gear.object_store import Proxy, connect_to, s3_server, shared_memory, upload, use_here
-from tests.gear.runs import REPOSITORY
+from tests.gear.runs import Started
 
 LENGTH = 32
 READER = """
@@ -216,15 +214,14 @@ def test_a_shard_damaged_in_the_store_is_named(prepared, connected, cache):
 def test_processes_share_the_cache(prepared, connected, cache):
     """Three processes that read all at once, and one after them: one fetch a shard, the store's bytes, no part left."""
     with Proxy(connected, lambda number, path: None) as proxy, pytest.MonkeyPatch.context() as patch:
-        place = {"cwd": REPOSITORY, "env": {**os.environ, **connect_to(proxy.address)}}
-        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(10**9)]
-        readers = [subprocess.Popen(command, **place, stdout=subprocess.PIPE) for _ in range(3)]
-        outputs = [reader.communicate(timeout=120)[0] for reader in readers]
-        assert [reader.returncode for reader in readers] == [0, 0, 0]
+        command = [sys.executable, "-c", READER, prepared.address, cache, 10**9]
+        readers = [Started(command, **connect_to(proxy.address)) for _ in range(3)]
+        finished = [reader.finish() for reader in readers]
+        assert [each.code for each in finished] == [0, 0, 0], finished
         use_here(patch, proxy.address)
         again = stream_of(open_split(prepared.address, cache, 10**9))
         assert (again == stream_of(prepared.local.train)).all()
-    assert len(set(outputs)) == 1 and outputs[0]
+    assert len({each.stdout for each in finished}) == 1 and finished[0].stdout
     ranges = [f"bytes=0-{shard['size'] - 1}" for shard in prepared.shards]
     whole = [asked for asked in proxy.requests if any(each in asked for each in ranges)]
     assert len(whole) == len(set(whole)) == len(prepared.shards)
@@ -244,11 +241,10 @@ def test_a_killed_fetch_leaves_a_cache_that_works(prepared, connected, cache):
 
     bound = prepared.largest  # the stale part must be cleared: beside it nothing else has room
     with Proxy(connected, hang_once) as proxy:
-        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(bound)]
-        reader = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **connect_to(proxy.address)})
+        command = [sys.executable, "-c", READER, prepared.address, cache, bound]
+        reader = Started(command, **connect_to(proxy.address))
         assert started.wait(60)
-        reader.send_signal(signal.SIGKILL)
-        reader.wait()
+        reader.kill()
     parts = list(cache.glob("*/*.part"))
     assert len(parts) == 1 and parts[0].stat().st_size > 0
     split = open_split(prepared.address, cache, bound)
