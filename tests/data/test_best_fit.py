@@ -185,12 +185,10 @@ def test_every_cropped_block_begins_with_a_document(split, ends, masks):
     starts, read, shards = ends | {0}, set(), []
     for block in range(len(dataset)):
         sample, (_, stretches) = dataset[block], dataset.place(block)
-        tokens = sample["input_ids"].tolist()
+        tokens, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
         assert len(tokens) == LENGTH and tokens[0] in starts and not read & set(tokens)
         read |= set(tokens)
-        for token, following, label in zip(
-            tokens, [*tokens[1:], None], sample["labels"].tolist(), strict=True
-        ):
+        for token, following, label in zip(tokens, [*tokens[1:], None], labels, strict=True):
             begins = label in starts or (masks and token + 1 in ends)
             assert begins or label == token + 1
             assert following is None or label == (IGNORED if masks and following in starts else following)

@@ -11,7 +11,6 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import chain, product
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,19 +19,13 @@ from pretraining.data.__main__ import main
 from pretraining.data.finished import verify_data
 from pretraining.data.manifest import read_manifest
 from pretraining.data.prepared import open_prepared
+from pretraining.data.tokenizer import train_tokenizer
 from pretraining.data.tools.convert import TokenBytes, TokenFiles, draw_of_tokens, export_data, import_data
 from pretraining.runtime.exit_codes import INTERRUPTED
-from tests.data.test_data_prep import make_texts, recipe_for
-from tests.gear.finished_data import documents_of, make_data, refusal
-from tests.gear.runs import Started, execute
+from tests.gear.finished_data import documents_of, make_texts, recipe_for, refusal
+from tests.gear.runs import Started, completed
 
 TOOL = [sys.executable, "-m", "pretraining.data"]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> SimpleNamespace:
-    """One data set for all tests, which leave it as it is."""
-    return make_data(tmp_path_factory.mktemp("convert"))
 
 
 @pytest.mark.parametrize("form", ["megatron", "datatrove"])
@@ -90,8 +83,7 @@ def test_megatron_files_have_the_published_layout(made, tmp_path):
             "numpy.save(sys.argv[2], numpy.concatenate([data[i] for i in range(len(data))]))"
         )
         words = [sys.executable, "-c", program, tmp_path / "out" / "train", tmp_path / "found.npy"]
-        finished = execute(words, PYTHONPATH=os.pathsep.join(sys.path))
-        assert finished.code == 0, finished.output
+        completed(words, PYTHONPATH=os.pathsep.join(sys.path))
         assert (np.load(tmp_path / "found.npy") == np.concatenate(documents_of(made.folder))).all()
 
 
@@ -144,9 +136,8 @@ def test_datatrove_itself_reads_and_writes_them(made, tmp_path):
     starts = np.flatnonzero(np.concatenate([w["positions"] for w in first]) == 0)
     assert set(np.flatnonzero(stream[:999] == 0) + 1) <= set(starts.tolist())
     name = (tmp_path / "out" / "train" / f"{files[0].name}.metadata").read_text().partition("|")[0]
-    theirs = TokenizedFile(
-        str(tmp_path / "theirs"), files[0].name, tokenizer_name_or_path=name, save_final_metadata=True
-    )
+    named = {"tokenizer_name_or_path": name, "save_final_metadata": True}
+    theirs = TokenizedFile(str(tmp_path / "theirs"), files[0].name, **named)
     for document in documents_of(made.folder)[: len(np.fromfile(f"{files[0]}.index", "<u8"))]:
         theirs.write(document.tolist(), None)
     theirs.close()
@@ -214,11 +205,8 @@ def write_mds(folder: Path, samples: list[np.ndarray], encoding: str, compressio
     packed = gzip.compress(content) if compression else content
     (folder / (f"{name}.gz" if compression else name)).write_bytes(packed)
     zipped = {"basename": f"{name}.gz", "bytes": len(packed), "hashes": {}} if compression else None
-    shard = {
-        "column_names": ["id", "tokens"],
-        "column_encodings": ["int", encoding],
-        "column_sizes": [8, None],
-    }
+    columns = {"names": ["id", "tokens"], "encodings": ["int", encoding], "sizes": [8, None]}
+    shard = {f"column_{key}": value for key, value in columns.items()}
     shard |= {"format": "mds", "version": 2, "samples": len(rows), "compression": compression}
     shard |= {"raw_data": {"basename": name, "bytes": len(content), "hashes": {}}, "zip_data": zipped}
     (folder / "index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
@@ -276,12 +264,8 @@ def test_streams_that_cannot_be_read_are_named(made, tmp_path):
     (tmp_path / "mds" / "shard.00000.mds").unlink()
     assert "shard.00000.mds: no such file, and" in refused("mds", "mds")
     (tmp_path / "empty").mkdir()
-    for form, kind in {
-        "bin": ".bin",
-        "mds": "index.json",
-        "megatron": "PREFIX.idx",
-        "datatrove": ".ds",
-    }.items():
+    kinds = {"bin": ".bin", "mds": "index.json", "megatron": "PREFIX.idx", "datatrove": ".ds"}
+    for form, kind in kinds.items():
         assert f"no {kind} files in this folder" in refused(form, "empty")
     assert not (tmp_path / "ours").exists()
 
@@ -346,8 +330,6 @@ def test_text_bytes_are_counted_from_tokens_alone(tmp_path, kind):
     """What bits per byte divide by: the table of byte-level ids, or decoding, gives the text's own length."""
     from tokenizers import Tokenizer, decoders, models, trainers
 
-    from pretraining.data.tokenizer import train_tokenizer
-
     texts = [*make_texts(80), "", " \t\n", "ünï" * 40, "\x00\x7f"]
     if kind == "byte-level":
         train_tokenizer(texts, 280, tmp_path / "tokenizer")
@@ -355,10 +337,9 @@ def test_text_bytes_are_counted_from_tokens_alone(tmp_path, kind):
     else:
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-        spelled = [f"<0x{byte:02X}>" for byte in range(256)]
-        tokenizer.train_from_iterator(
-            texts[:40], trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *spelled])
-        )
+        spelled = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=spelled)
+        tokenizer.train_from_iterator(texts[:40], trainer)
         (tmp_path / "tokenizer").mkdir()
         tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
     ids = [np.array(encoding.ids, np.uint32) for encoding in tokenizer.encode_batch(texts)]

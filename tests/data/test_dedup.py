@@ -44,7 +44,7 @@ from pretraining.data.manifest import read_manifest, report_text
 from pretraining.data.tools.inspect import Inspection
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
-from tests.data.test_data_prep import prepare, recipe_for, write_jsonl
+from tests.gear.finished_data import prepare, recipe_for, write_jsonl
 from tests.gear.similar_texts import jaccard, ngram_sets, write_signatures
 
 VOCABULARY = [f"w{number}x" for number in range(3000)]
@@ -287,10 +287,8 @@ def test_ngrams_are_those_of_the_stated_normalisation(unit, n):
     """Two texts share hashes exactly where they share n-grams, counted by plain Python sets."""
     chance = random.Random(n)
     texts = ["", "a", "!?", "Hello, World! foo_bar 12", "日本語 text です。と", "ﬁne Ünïcode ① x", " a b "]
-    texts += [
-        "a b c d e f g",
-        *("".join(chance.choices("aB ,.é語3_\n", k=chance.randrange(60))) for _ in range(200)),
-    ]
+    texts.append("a b c d e f g")
+    texts += ["".join(chance.choices("aB ,.é語3_\n", k=chance.randrange(60))) for _ in range(200)]
     sets, expected = ngram_sets(texts, n, unit), []
     for units in map(plain_words if unit == "words" else plain_characters, texts):
         grams = {tuple(units[i : i + n]) for i in range(max(len(units) - n + 1, 1))}
@@ -367,15 +365,10 @@ def test_repeated_passages_are_those_that_a_look_at_every_window_finds(tmp_path,
             for window, owner in zip(windows.tolist(), owners.tolist(), strict=True):
                 found[owner].add(window - bases[owner])
         assert found == expected
-    cut = [
-        without_windows(text, np.array([*each], int), NUM_WORDS)
-        for text, each in zip(texts, expected, strict=True)
-    ]
-    assert (
-        cut[0] == texts[0]
-        and cut[50].startswith("line one two line one two line one two ")
-        and len(cut[50]) < 50
-    )
+    repeated = [np.array([*each], int) for each in expected]
+    cut = [without_windows(text, each, NUM_WORDS) for text, each in zip(texts, repeated, strict=True)]
+    assert cut[0] == texts[0] and len(cut[50]) < 50
+    assert cut[50].startswith("line one two line one two line one two ")
     assert all(set(after.split()) <= set(text.split()) for after, text in zip(cut, texts, strict=True))
 
 
@@ -384,12 +377,8 @@ def test_passages_are_cut_out_of_the_prepared_text_or_counted(tmp_path, remove):
     """The first text that holds one keeps it, and its own words stay in every text; a text of nothing else is gone."""
     passage = " ".join(f"p{number}" for number in range(12)) + " "
     texts = [f"{' '.join(f'a{n}x{m}' for m in range(20))} " for n in range(30)]
-    texts[3], texts[9], texts[20] = (
-        texts[3] + passage + "end",
-        f"{texts[9]}{passage}end of it",
-        passage + "end",
-    )
-    texts[21] = texts[20]
+    texts[3], texts[9] = texts[3] + passage + "end", f"{texts[9]}{passage}end of it"
+    texts[20] = texts[21] = passage + "end"
     write_jsonl(tmp_path / "texts.jsonl", texts)
     dedup = {"exact": False, "passages": {"words": NUM_WORDS, "remove": remove}}
     recipe = recipe_for(tmp_path / "texts.jsonl", dedup=dedup, tokenizer={"train_vocab_size": 270})

@@ -4,7 +4,6 @@ import json
 import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from pretraining.data.tokenizer import END_OF_TEXT, Borders, describe_tokenizer,
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
+from tests.gear.finished_data import recipe_for, refusal, write_jsonl
 
 UINT16 = np.dtype(np.uint16)
 FAST = ("fastokens", "gigatoken")
@@ -59,10 +59,8 @@ def random_texts(count: int, seed: int) -> list[str]:
     ranges += [(0xE000, 0x10000), (0x10000, 0x20000), (0x20000, 0x110000)]
     weights = [30, 6, 20, 8, 4, 8, 6, 3, 4, 2]
     lengths = [draw.choice((1, 3, 20, 200)) for _ in range(count)]
-    return [
-        "".join(chr(draw.randrange(*chosen)) for chosen in draw.choices(ranges, weights, k=length))
-        for length in lengths
-    ]
+    chosen = [draw.choices(ranges, weights, k=length) for length in lengths]
+    return ["".join(chr(draw.randrange(*each)) for each in text) for text in chosen]
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -91,18 +89,14 @@ def test_text_that_spells_a_special_token_stays_text(folder: Path, name: str) ->
     assert [decode(part[:-1].tolist()) for part in np.split(tokens, ends[:-1])] == texts
 
 
-def lying(every: int):
-    """fastokens, but the first id of each `every`-th text is another one; short texts are left alone."""
+class Lying(Fastokens):
+    """fastokens, but the first id of each document is another one; other texts are left alone."""
 
-    class Lying(Fastokens):
-        def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-            ids, offsets = super().encode_flat(texts)
-            ids = ids.copy()
-            chosen = [n for n, text in enumerate(texts) if text.startswith("document") and n % every == 0]
-            ids[offsets[chosen]] += 1
-            return ids, offsets
-
-    return Lying
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        ids, offsets = super().encode_flat(texts)
+        ids = ids.copy()
+        ids[offsets[[n for n, text in enumerate(texts) if text.startswith("document")]]] += 1
+        return ids, offsets
 
 
 def test_a_lie_during_encoding_stops_with_the_document_named(folder: Path, monkeypatch) -> None:
@@ -110,7 +104,7 @@ def test_a_lie_during_encoding_stops_with_the_document_named(folder: Path, monke
     pytest.importorskip("fastokens")
     texts = [f"document {number}" for number in range(3 * CHECKED_ONE_IN)]
     checked = [number for number, text in enumerate(texts) if is_checked(text)]
-    monkeypatch.setitem(BACKENDS, "fastokens", lying(1))
+    monkeypatch.setitem(BACKENDS, "fastokens", Lying)
     encoder = open_encoder(folder, "auto")
     assert checked and encoder.backend.name == "fastokens"
     said = rf'^corpus\.jsonl:line {checked[0]}: .*data\.encoder to "tokenizers"'
@@ -133,13 +127,12 @@ def test_the_checked_share_depends_on_the_text_alone(folder: Path) -> None:
 def test_a_backend_that_fails_the_first_check_is_replaced_by_the_reference(folder: Path, monkeypatch) -> None:
     """`auto` falls back with one sentence where the corpus shows a difference; a named backend is refused."""
     pytest.importorskip("fastokens")
-    monkeypatch.setitem(BACKENDS, "fastokens", lying(1))
+    monkeypatch.setitem(BACKENDS, "fastokens", Lying)
     sample = ["document of the corpus"]
     encoder = open_encoder(folder, "auto", sample=sample)
     assert encoder.backend.name == "tokenizers"
-    assert (
-        "fastokens encodes 'document of the corpus' differently" in encoder.note and "\n" not in encoder.note
-    )
+    assert "fastokens encodes 'document of the corpus' differently" in encoder.note
+    assert "\n" not in encoder.note
     assert encoder.encode(sample, sample)[0][-1] == encoder.borders.closing
     with pytest.raises(UserError, match=r"data\.encoder: fastokens encodes .* differently"):
         open_encoder(folder, "fastokens", sample=sample)
@@ -172,8 +165,8 @@ def test_a_special_token_the_model_itself_produces_is_refused(tmp_path: Path) ->
     tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0)], unk_id=0))
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"data\.tokenizer: .*'</s>'"):
-        open_encoder(tmp_path, "auto")
+    said = refusal(open_encoder, tmp_path, "auto")
+    assert said.startswith("data.tokenizer: ") and "'</s>'" in said
 
 
 def test_texts_beyond_the_unicode_tables_are_found() -> None:
@@ -234,8 +227,8 @@ def test_a_trained_tokenizer_has_special_tokens_and_a_least_frequency(tmp_path: 
     tokens, _ = encoder.encode(["<|user|> on"], ["here"])
     assert not set(tokens[:-1].tolist()) & {0, 1, 2}
     assert "zy" not in tokenizer.get_vocab() and "at" in tokenizer.get_vocab()
-    with pytest.raises(UserError, match="or lower min_frequency"):
-        train_tokenizer(texts, 400, tmp_path / "more", min_frequency=6)
+    said = refusal(train_tokenizer, texts, 400, tmp_path / "more", min_frequency=6)
+    assert "or lower min_frequency" in said
 
 
 def test_a_pattern_says_what_is_never_merged(tmp_path: Path) -> None:
@@ -258,9 +251,8 @@ def test_a_pattern_says_what_is_never_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("units", ["bytes", "characters"])
 def test_a_tokenizer_of_units_spells_any_text(tmp_path: Path, units: str) -> None:
     """A token for each byte, or each character that the corpus has often enough; others come in bytes."""
-    make_units(
-        ["naïve 数据 naïve"], units, tmp_path, *([] if units == "bytes" else [2]), special_tokens=["<|x|>"]
-    )
+    least = {} if units == "bytes" else {"min_frequency": 2}
+    make_units(["naïve 数据 naïve"], units, tmp_path, **least, special_tokens=["<|x|>"])
     info = describe_tokenizer(tmp_path, "own")
     assert (info.eos_token_id, info.bos_token_id, info.vocab_size) == (0, 0, 258 if units == "bytes" else 264)
     encoder, text = Encoder(tmp_path, info, "auto", sample=["naïve"]), "ïa数 <|x|>"
@@ -274,12 +266,11 @@ def test_the_training_sample_takes_as_much_of_each_source(tmp_path: Path, monkey
     """A tokenizer sees all sources, whatever a run's weights, and never the validation documents."""
     monkeypatch.setattr("pretraining.data.preparation.tokenizing.TRAINING_BYTES", 40_000)
     monkeypatch.setattr("pretraining.data.corpus.BATCH_BYTES", 500)
-    specs = [
-        {"path": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in (("a", 1), ("b", 3))
-    ]
-    for spec in specs:
-        lines = (json.dumps({"text": f"{number} of {spec['path']}"}) for number in range(2_000))
-        Path(spec["path"]).write_text("\n".join(lines))
+    specs = []
+    for name, weight in (("a", 1), ("b", 3)):
+        path = tmp_path / f"{name}.jsonl"
+        write_jsonl(path, [f"{number} of {path}" for number in range(2_000)])
+        specs.append({"path": str(path), "weight": weight})
     data = Data.of({"name": "c", "sources": specs, "tokenizer": "x"})
     corpus = Corpus.of(data, open_sources(data))
     stage = MakeTokenizer(tmp_path, corpus, {"train_vocab_size": 300}, None, validation_share=0.3)
@@ -312,11 +303,9 @@ def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path
     texts = [[f"text {number} of {name}" for number in range(30)] for name in "ab"]
     paths = [tmp_path / f"{name}.jsonl" for name in "ab"]
     for path, lines in zip(paths, texts, strict=True):
-        path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    data = {"name": "c", "sources": [{"path": str(path)} for path in paths], "tokenizer": str(folder)}
-    recipe = SimpleNamespace(
-        data=Data.of({**data, "validation_share": 0.1}), model=Model(vocab_size=None), sequence_length=8
-    )
+        write_jsonl(path, lines)
+    recipe = recipe_for(*paths, tokenizer=str(folder), encoder="auto")
+    recipe.model = Model(vocab_size=None)
     before = sorted(tmp_path.rglob("*"))
     counts, first = (count_data(recipe, limit, False) for limit in (None, 4))
     reference = open_encoder(folder, "tokenizers")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from pretraining.data.block_guard import (
     DISTINCT_SHARE,
@@ -19,6 +19,7 @@ from pretraining.data.documents import IGNORED
 from pretraining.data.order import GlobalOrder
 from pretraining.data.packed_dataset import PackedDataset
 from pretraining.data.shards import TokenSplit
+from pretraining.data.tokenizer import END_OF_TEXT, train_tokenizer
 from pretraining.recipe import load_recipe
 from pretraining.recipe.fixed_keys import changed_parts, check_allowed
 from pretraining.recipe.sections import RepeatedNgrams
@@ -28,24 +29,21 @@ LENGTH = 512
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    """Byte-level BPE of 2,000 ids, trained on some modules of the standard library."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
-    )
-    tokenizer.train_from_iterator(library_texts()[:60], trainer)
-    return tokenizer
+def file(tmp_path_factory) -> Path:
+    """Of a byte-level BPE of 2,000 ids, trained on some modules of the standard library."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(library_texts()[:60], 2000, folder)
+    return folder / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
-def token_bytes(tokenizer, tmp_path_factory) -> list[bytes]:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(path))
-    return tokens_of_file(path)
+def tokenizer(file) -> Tokenizer:
+    return Tokenizer.from_file(str(file))
+
+
+@pytest.fixture(scope="module")
+def token_bytes(file) -> list[bytes]:
+    return tokens_of_file(file)
 
 
 def library_texts() -> list[str]:
@@ -59,7 +57,7 @@ def test_token_bytes_spell_the_text(tokenizer, token_bytes):
     """Joined, they are the text's own bytes, whatever the characters."""
     text = "def naïve():\n\treturn '数据 \N{GRINNING FACE}'  # …"
     assert b"".join(token_bytes[token] for token in tokenizer.encode(text).ids) == text.encode()
-    assert token_bytes[tokenizer.token_to_id("<|end|>")] == b"<|end|>"
+    assert token_bytes[tokenizer.token_to_id(END_OF_TEXT)] == END_OF_TEXT.encode()
 
 
 def test_byte_fallback_tokens_are_single_bytes(tmp_path):

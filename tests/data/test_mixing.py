@@ -101,20 +101,18 @@ def test_temperature_evens_the_shares_out():
 def prepared(tmp_path_factory) -> PreparedData:
     """Three sources in shards of their own; a token tells its source (thousands) and its place (the rest)."""
     folder = tmp_path_factory.mktemp("data") / "train"
-    sources = [
-        list(np.arange(size).reshape(-1, 50) + 10_000 * number) for number, size in enumerate(SIZES.values())
-    ]
+    sizes = enumerate(SIZES.values())
+    sources = [list(np.arange(size).reshape(-1, 50) + 10_000 * number) for number, size in sizes]
     train = TokenSplit(folder, entry_of_sources(folder, sources, 700))
     return PreparedData(folder.parent, {"fingerprint": "tokens"}, train, train)
 
 
 def recipe_of(weights=None, mixture=None, max_epochs=None, **data) -> SimpleNamespace:
     """A recipe as far as the mixture is concerned; `weights` and `max_epochs` are {source: number}."""
-    asked = {"weight": weights or {}, "max_epochs": max_epochs or {}}
-    sources = [
-        {"path": f"{name}.txt", "name": name, **{key: values.get(name) for key, values in asked.items()}}
-        for name in SIZES
-    ]
+    sources = [{"path": f"{name}.txt", "name": name} for name in SIZES]
+    for source in sources:
+        source |= {"weight": (weights or {}).get(source["name"])}
+        source |= {"max_epochs": (max_epochs or {}).get(source["name"])}
     data = Data.of({"name": "mixed", "sources": sources, "tokenizer": "gpt2", "mixture": mixture, **data})
     step = {"samples_per_step": 8, "tokens_per_step": 8 * LENGTH}
     return SimpleNamespace(data=data, where="mixed.json", sequence_length=LENGTH, data_seed=3, **step)
@@ -197,10 +195,7 @@ REFUSED = {
     "epochs": (recipe_of(EVEN | {"books": 0.5}), "--set data.sources.2.max_epochs=2.35"),
     "late": (recipe_of(mixture={"stages": [{"until": 9e9}, {}]}), "must lie between"),
     "open": (recipe_of(mixture={"stages": [{}, {}]}), "stages.0.until: is missing"),
-    "cap": (
-        recipe_of(max_epochs={"web": 0.5}),
-        "reads the data 0.65 times; --set data.sources.0.max_epochs=0.65",
-    ),
+    "cap": (recipe_of(max_epochs={"web": 0.5}), "0.65 times; --set data.sources.0.max_epochs=0.65"),
 }
 
 

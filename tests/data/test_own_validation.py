@@ -16,8 +16,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.tools.inspect import measure_data, stats_text
 from pretraining.evaluation.validation import Validation, validation_sets
 from pretraining.recipe import load_recipe
-from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
-from tests.gear.finished_data import refusal
+from tests.gear.finished_data import make_texts, prepare, recipe_for, refusal, write_jsonl
 from tests.gear.runs import SMALL_RECIPE
 
 
@@ -33,10 +32,8 @@ def files(tmp_path_factory) -> Path:
 def own(files: Path, *names: str, **section) -> dict:
     """A section of validation sources; a name may stand behind that of its file and a colon."""
     pairs = [(name.partition(":")[0], name.rpartition(":")[2]) for name in names]
-    return {
-        "sources": [{"path": str(files / f"{file}.jsonl"), "name": name} for file, name in pairs],
-        **section,
-    }
+    sources = [{"path": str(files / f"{file}.jsonl"), "name": name} for file, name in pairs]
+    return {"sources": sources, **section}
 
 
 def texts_of(split, decoder) -> list[str]:
@@ -64,14 +61,6 @@ def test_their_texts_are_validation_whole_and_in_order(files, tmp_path):
 
 def texts_in(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
-
-
-def test_without_a_share_all_text_is_trained_on(files, tmp_path):
-    """validation_share 0: the sources of validation are the validation."""
-    share = {"validation_share": 0, "validation": own(files, "letters")}
-    folder = prepare(tmp_path, recipe_for(files / "web.jsonl", **share))
-    splits = read_manifest(folder)["splits"]
-    assert splits["train"]["documents"] == splits["validation"]["documents"] == 40
 
 
 IDENTITY = {
@@ -102,12 +91,14 @@ def test_they_are_part_of_the_identity(files, tmp_path, names, said):
     assert "bytes in 1 file there" in refused
 
 
+EVERY_SECOND = {"rule": "blocklist", "words": [str(number) for number in range(0, 40, 2)]}
+"""A rule that rejects half of all texts by their number."""
+
+
 def test_filters_leave_them_alone_unless_asked_for(files, tmp_path):
-    """A rule that rejects half of all texts by their number."""
-    rule = {"rule": "blocklist", "words": [str(number) for number in range(0, 40, 2)]}
     for asked, kept in ((False, 40), (True, 20)):
         section = own(files, "letters", filters=asked)
-        recipe = recipe_for(files / "web.jsonl", filters=[rule], validation=section)
+        recipe = recipe_for(files / "web.jsonl", filters=[EVERY_SECOND], validation=section)
         manifest = read_manifest(prepare(tmp_path / str(asked), recipe))
         assert manifest["sources"][0]["documents"] == 20
         assert manifest["validation_sources"][0]["documents"] == kept
@@ -120,7 +111,7 @@ def test_their_first_documents_are_taken_up_to_a_cap(files, tmp_path, filtered, 
         monkeypatch.setattr(f"pretraining.data.corpus.{name}", 3000)
     broken = tmp_path / "letters.jsonl"
     broken.write_text((files / "letters.jsonl").read_text() + "this is no JSON\n")
-    rules = [{"rule": "blocklist", "words": [str(n) for n in range(0, 40, 2)]}] if filtered else []
+    rules = [EVERY_SECOND] if filtered else []
     section = own(files, "letters", "laws", filters=filtered)
     section["sources"][0] |= {"path": str(broken), "max_documents": 7}
     section["sources"][1] |= {"max_tokens": 1000, "max_documents": 30}
@@ -178,13 +169,8 @@ MISTAKES = {
     "'letters' like that of validation source 0": {"validation": ("letters", "laws:letters")},
     "'web' like that of a training source": {"validation": ("letters:web",)},
     "'mixture' like that of the run's mixture": {"validation": ("letters:mixture",), **MIXED},
-    "data.sources.0.name: is 'mixture', which is what validations call the whole mixture": {
-        "named": "mixture",
-        **MIXED,
-    },
-    "data.decontaminate.validation: is true, and there is no data.validation": {
-        "decontaminate": {"validation": True}
-    },
+    "data.sources.0.name: is 'mixture', which is what validations call": {"named": "mixture", **MIXED},
+    "data.decontaminate.validation: is true, and there is no": {"decontaminate": {"validation": True}},
 }
 
 
@@ -207,10 +193,9 @@ def test_one_too_short_for_a_block_is_refused(files, tmp_path):
 
 def recipe_of(files: Path, root: Path, weights: tuple, **data):
     """A whole recipe of web and code, small enough for their text, with its data prepared."""
-    sources = [
-        {"path": str(files / f"{name}.jsonl"), "name": name, "weight": weight, "max_epochs": 99}
-        for name, weight in zip(("web", "code"), weights, strict=True)
-    ]
+    sources = own(files, "web", "code")["sources"]
+    for source, weight in zip(sources, weights, strict=True):
+        source |= {"weight": weight, "max_epochs": 99}
     section = {**SMALL_RECIPE["data"], "tokenizer": {"train_vocab_size": 300}, "sources": sources, **data}
     path = root / "recipe.json"
     path.write_text(json.dumps({**SMALL_RECIPE, "data": section}))
@@ -229,12 +214,10 @@ SETS = {
 
 
 @pytest.mark.parametrize("given, share, expected, others", SETS.values(), ids=SETS)
-def test_sets_say_what_they_stand_for_and_any_of_their_names_may_judge(
-    files, tmp_path, given, share, expected, others
-):
+def test_sets_say_what_they_stand_for(files, tmp_path, given, share, expected, others):
     """Beside a share they stand for nothing of the mixture; without one, for the source of their name.
 
-    The recipe knows the names that the run measures.
+    The recipe knows the names that the run measures, and any of them may judge.
     """
     section = {"validation": own(files, *given), "validation_share": share}
     recipe, data = recipe_of(files, tmp_path, (3, 1), **section)

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_prep import main
 from pretraining.data.manifest import read_manifest
 from pretraining.data.preparation.execution import run_slurm_job
 from pretraining.data.preparation.plan import Preparation
-from pretraining.errors import UserError
-from tests.data.test_data_prep import bytes_of
+from tests.gear.finished_data import data_prep, recipe_file, refusal, write_jsonl
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub
-from tests.gear.runs import REPOSITORY, Started, execute
+from tests.gear.runs import Started, bytes_of, completed, execute
 from tests.gear.slurm_cluster import cluster, installed
 
 # Small pieces, so that a small corpus has many tasks; everything else is the command itself.
@@ -40,21 +40,10 @@ def corpus(tmp_path_factory) -> Path:
     chosen = [path.read_text() for path in modules if 2000 < path.stat().st_size < 9000][:36]
     for number in range(0, len(chosen), 3):
         texts = [*chosen[number : number + 3], chosen[0], chosen[number].replace("self", "this", 1)]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / f"{number:02d}.jsonl").write_text(lines)
+        write_jsonl(folder / f"{number:02d}.jsonl", texts)
     (folder.parent / "sets").mkdir()
     (folder.parent / "sets" / "quiz.txt").write_text(chosen[5][200:500])
     return folder
-
-
-def recipe_of(corpus: Path, folder: Path, **data) -> Path:
-    section = {"name": "corpus", "sources": [{"path": str(corpus)}], "tokenizer": {"train_vocab_size": 300}}
-    tiny = json.loads((REPOSITORY / "recipes" / "features" / "gpt2.json").read_text())
-    tiny["model"].update(n_positions=32)
-    tiny.pop("$schema")
-    path = folder / "recipe.json"
-    path.write_text(json.dumps({**tiny, "data": {**section, "validation_share": 0.2, **data}}))
-    return path
 
 
 CLEANED = {
@@ -68,8 +57,7 @@ def command(recipe: Path, root: Path, *more: str) -> list[str]:
 
 
 def prepared(recipe: Path, root: Path, *more: str) -> dict:
-    finished = execute(command(recipe, root, *more))
-    assert finished.code == 0, finished.output
+    completed(command(recipe, root, *more))
     return bytes_of(root / "corpus")
 
 
@@ -78,7 +66,7 @@ def reference(corpus, tmp_path_factory) -> tuple[Path, dict]:
     """(recipe, bytes) of the cleaned corpus, prepared by one undisturbed process."""
     folder = tmp_path_factory.mktemp("reference")
     cleaned = {**CLEANED, "decontaminate": {"folder": str(corpus.parent / "sets")}}
-    recipe = recipe_of(corpus, folder, **cleaned)
+    recipe = recipe_file(folder, corpus, **cleaned)
     return recipe, prepared(recipe, folder / "data", "--executor", "inline")
 
 
@@ -103,36 +91,21 @@ def test_workers_do_not_change_a_byte(reference, tmp_path):
     assert prepared(recipe, tmp_path / "data", "--executor", "local", "--workers", "2") == expected
 
 
-@pytest.mark.parametrize("executor", ["inline", "local"])
-def test_every_task_reads_the_commit_that_was_found_at_the_start(tmp_path, executor):
-    """The hub's main has other text as soon as it was asked for: no process that works on the preparation sees it."""
-    with LocalHub() as hub:
-        for rows in (30, 20):
-            lines = "".join(json.dumps({"text": f"row {row} of this version"}) + "\n" for row in range(rows))
-            hub.versions.append({f"train-{part:05d}-of-00003.jsonl": lines.encode() for part in range(3)})
-        recipe = recipe_of(
-            tmp_path, tmp_path, sources=[{"dataset": REPOSITORY_ID}], tokenizer={"units": "bytes"}
-        )
-        options = ["--executor", executor, "--workers", "2"]
-        asked = {**hub.environment, "HF_HOME": tmp_path / "hub"}
-        finished = execute(command(recipe, tmp_path / "data", *options), **asked)
-    assert finished.code == 0, finished.output
-    (source,) = read_manifest(tmp_path / "data" / "corpus")["sources"]
-    assert (source["commit"], source["documents"]) == ("0" * 40, 90)
+@pytest.mark.parametrize("executor, caps", [("local", [{}]), ("inline", [{"max_documents": 40}, {}])])
+def test_every_task_reads_the_commit_that_was_found_at_the_start(tmp_path, executor, caps):
+    """The hub's main has other text as soon as it was asked for: no process that works on the preparation sees it.
 
-
-def test_a_preparation_that_goes_on_while_the_hub_is_silent_reads_the_commit_of_before(tmp_path):
-    """It is assumed that the hub still holds what was prepared; so that is what the rest is read from."""
+    One that goes on from a cap while the hub is silent reads the rest of that commit: it is assumed to be still there.
+    """
     with LocalHub() as hub:
         for rows in (30, 20):
             lines = "".join(json.dumps({"text": f"row {row} of this version"}) + "\n" for row in range(rows))
             hub.versions.append({f"train-{part:05d}-of-00003.jsonl": lines.encode() for part in range(3)})
         asked = {**hub.environment, "HF_HOME": tmp_path / "hub"}
-        for cap in ({"max_documents": 40}, {}):
+        for cap in caps:
             source = {"dataset": REPOSITORY_ID, **cap}
-            recipe = recipe_of(tmp_path, tmp_path, sources=[source], tokenizer={"units": "bytes"})
-            finished = execute(command(recipe, tmp_path / "data"), **asked)
-            assert finished.code == 0, finished.output
+            recipe = recipe_file(tmp_path, tmp_path, sources=[source], tokenizer={"units": "bytes"})
+            completed(command(recipe, tmp_path / "data", "--executor", executor, "--workers", "2"), **asked)
             hub.is_silent_about_main = True
     (source,) = read_manifest(tmp_path / "data" / "corpus")["sources"]
     assert (source["commit"], source["documents"]) == ("0" * 40, 90)
@@ -162,24 +135,25 @@ def test_killed_again_and_again_no_finished_task_is_redone(reference, tmp_path):
     assert [path.name for path in root.iterdir()] == ["corpus"]
 
 
-def test_a_mended_file_repeats_only_its_own_tasks(corpus, tmp_path):
-    """With a given tokenizer: a bad line stops the run; what the other files gave is kept and used."""
-    tokenizer = tmp_path / "first" / "corpus" / "tokenizer"
-    prepared(recipe_of(corpus, tmp_path), tmp_path / "first")
+def test_a_mended_file_repeats_only_its_own_tasks(corpus, reference, tmp_path):
+    """With a given tokenizer. A bad line that a worker finds is told in one line; what the other files gave is used."""
+    tokenizer = reference[0].parent / "data" / "corpus" / "tokenizer"
     own = Path(shutil.copytree(corpus, tmp_path / "texts"))
-    recipe = recipe_of(own, tmp_path, tokenizer=str(tokenizer))
-    root, last = tmp_path / "second", sorted(own.iterdir())[-1]
+    recipe = recipe_file(tmp_path, own, tokenizer=str(tokenizer))
+    root, last = tmp_path / "data", sorted(own.iterdir())[-1]
     whole = last.read_text()
     last.write_text(whole + "{broken\n")
-    failed = execute(command(recipe, root, "--executor", "inline"))
-    assert failed.code == 2 and f"{last}" in failed.stderr and "not valid JSON" in failed.stderr
+    failed = execute(command(recipe, root, "--executor", "local", "--workers", "2"))
+    assert failed.code == 2 and failed.stderr.count("error: ") == 1, failed.output
+    said = f"error: {last}:byte {len(whole)}: not valid JSON"
+    assert said in failed.stderr and "Traceback" not in failed.stderr
     kept = tasks_done(root)
     assert len([task for task in kept if task.startswith("tokenize/")]) >= 3
     last.write_text(whole)
     log = tmp_path / "tasks"
     watched = PROGRAM.replace("corpus.PIECE", WATCHED.format(log=str(log)))
     words = command(recipe, root, "--executor", "inline")
-    assert execute([words[0], "-c", watched, *words[3:]]).code == 0
+    completed([words[0], "-c", watched, *words[3:]])
     ran = log.read_text().split()
     assert ran and not set(ran) & set(kept)
 
@@ -194,17 +168,6 @@ execution.run_task = logged
 corpus.PIECE"""
 
 
-def test_an_error_in_a_worker_is_one_line(corpus, tmp_path):
-    """What a task in another process finds wrong is said as if it had run here."""
-    own = Path(shutil.copytree(corpus, tmp_path / "texts"))
-    bad = sorted(own.iterdir())[2]
-    bad.write_text("{broken\n")
-    words = ("--executor", "local", "--workers", "2")
-    finished = execute(command(recipe_of(own, tmp_path), tmp_path / "data", *words))
-    assert finished.code == 2 and finished.stderr.count("error: ") == 1, finished.output
-    assert f"error: {bad}:line 1: not valid JSON" in finished.stderr and "Traceback" not in finished.stderr
-
-
 PICKLES = b"\x80"
 """How every pickle of protocol 2 or later begins."""
 
@@ -216,7 +179,7 @@ def files_of_work(root: Path) -> list[Path]:
 def test_what_is_kept_holds_no_pickle_and_is_named(corpus, tmp_path):
     """A refused preparation says where finished tasks are kept: JSON, Arrow and plain arrays, whoever runs them."""
     evaluation = {"folder": str(corpus.parent / "sets")}
-    recipe = recipe_of(corpus, tmp_path, **CLEANED, decontaminate=evaluation, validation_share=1e-9)
+    recipe = recipe_file(tmp_path, corpus, **CLEANED, decontaminate=evaluation, validation_share=1e-9)
     root = tmp_path / "data"
     failed = execute(command(recipe, root, "--executor", "local", "--workers", "2"))
     assert failed.code == 2 and f"; finished tasks are kept in {root / '.corpus.work'}" in failed.stderr
@@ -251,7 +214,7 @@ def recipe_that_kills(corpus, folder, times: int):
     (folder / "killer.py").write_text(KILLER)
     arguments = {"beginning": victim, "folder": str(deaths), "times": times}
     rule = {"rule": "callable", "import": f"{folder / 'killer.py'}:keep", "arguments": arguments}
-    return recipe_of(own, folder, filters=[rule])
+    return recipe_file(folder, own, filters=[rule])
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -288,7 +251,7 @@ def test_a_file_that_changes_meanwhile_is_named(corpus, tmp_path, key):
         victim = shutil.copy(path, own)
     writer.write_text("def keep(text, path):\n    open(path, 'a').write('\\n')\n    return True\n")
     rule = {"rule": "callable", "import": f"{writer}:keep", "arguments": {"path": str(victim)}}
-    recipe = recipe_of(own, tmp_path, filters=[rule], sources=[{key: str(own)}])
+    recipe = recipe_file(tmp_path, own, filters=[rule], sources=[{key: str(own)}])
     finished = execute(command(recipe, tmp_path / "data"))
     assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
     named = victim if key == "path" else own
@@ -305,9 +268,9 @@ def test_a_list_that_changes_meanwhile_is_named(corpus, tmp_path, key):
     rules = [{"rule": "callable", "import": f"{writer}:keep", "arguments": {"path": str(words)}}]
     if key == "filters.1":
         rules.append({"rule": "blocklist", "path": str(words)})
-        recipe = recipe_of(corpus, tmp_path, filters=rules)
+        recipe = recipe_file(tmp_path, corpus, filters=rules)
     else:
-        recipe = recipe_of(corpus, tmp_path, filters=rules, decontaminate={"folder": str(words.parent)})
+        recipe = recipe_file(tmp_path, corpus, filters=rules, decontaminate={"folder": str(words.parent)})
     finished = execute(command(recipe, tmp_path / "data", "--executor", "inline"))
     assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
     assert f"data.{key}: what it reads has changed while the data was prepared" in finished.stderr
@@ -323,9 +286,10 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("said", NONSENSE)
-def test_options_of_a_cluster_that_make_no_sense_are_one_line(corpus, tmp_path, said):
-    finished = execute(command(recipe_of(corpus, tmp_path), tmp_path / "data", *NONSENSE[said]))
-    assert finished.code == 2 and said in finished.stderr and finished.stderr.count("\n") <= 3
+def test_options_of_a_cluster_that_make_no_sense_are_one_line(corpus, tmp_path, monkeypatch, said):
+    words = data_prep(recipe_file(tmp_path, corpus), tmp_path / "data", *NONSENSE[said])
+    monkeypatch.setattr(sys, "argv", words[1:])
+    assert said in refusal(main)
 
 
 SBATCH = """#!/bin/bash
@@ -356,8 +320,7 @@ def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_p
     variables = {"PATH": f"{programs}:{os.environ['PATH']}"}
     options = ["--executor", "slurm", "--slurm", "partition=cpu", "--slurm", "tasks_per_job=20", "--json"]
     options += ["--workers", "3", "--slurm", "qos=low", "--slurm", "mem_per_cpu_gb=4"]
-    submitted = execute(command(recipe, root, *options, "--slurm", "max_array_size=1"), **variables)
-    assert submitted.code == 0, submitted.output
+    submitted = completed(command(recipe, root, *options, "--slurm", "max_array_size=1"), **variables)
     numbers = range(len(list(jobs.glob("*.script"))))
     scripts = [(jobs / f"{number}.script").read_text() for number in numbers]
     waits = [(jobs / f"{number}.options").read_text().split()[0] for number in numbers]
@@ -368,8 +331,7 @@ def test_jobs_of_a_cluster_give_the_same_bytes_without_a_pickle(reference, tmp_p
         assert "#SBATCH --qos=low\n" in script and "#SBATCH --mem-per-cpu=4G\n" in script
         if number == numbers[-1]:  # it publishes, and removes the work folder
             assert not [path for path in files_of_work(root) if path.read_bytes()[:1] == PICKLES]
-        words, job = ["bash", jobs / f"{number}.script"], {**variables, "SLURM_ARRAY_TASK_ID": "0"}
-        assert execute(words, **job).code == 0
+        completed(["bash", jobs / f"{number}.script"], **variables, SLURM_ARRAY_TASK_ID="0")
     assert bytes_of(root / "corpus") == expected
 
 
@@ -393,8 +355,8 @@ def test_a_job_whose_node_is_taken_back_is_queued_again(tmp_path, monkeypatch):
 def test_a_job_that_another_version_submitted_is_one_line(tmp_path):
     """What it had noted has another form; the command notes it anew, and takes what is finished."""
     (tmp_path / "preparation.json").write_text(json.dumps({"folder": str(tmp_path / "corpus")}))
-    with pytest.raises(UserError, match=r"preparation\.json: another version .* wrote it; run the same"):
-        Preparation.load(tmp_path)
+    said = refusal(Preparation.load, tmp_path)
+    assert "preparation.json: another version" in said and "wrote it; run the same" in said
 
 
 @pytest.mark.skipif(
@@ -407,8 +369,7 @@ def test_a_cluster_gives_the_same_bytes(reference, tmp_path):
     with cluster(tmp_path / "slurm") as slurm:
         options = ["--executor", "slurm", "--slurm", "partition=cpu", "--slurm", "time=10:00"]
         options += ["--slurm", "tasks_per_job=12", "--json"]
-        submitted = execute(command(recipe, tmp_path / "data", *options), **slurm.variables)
-        assert submitted.code == 0, submitted.output
+        submitted = completed(command(recipe, tmp_path / "data", *options), **slurm.variables)
         assert len(json.loads(submitted.stdout)["jobs"]) == 7
         slurm.wait_for_jobs()
         logs = "\n".join(path.read_text()[-1500:] for path in (tmp_path / "data").rglob("*.out"))

@@ -7,9 +7,8 @@ import os
 
 import pytest
 
-from tests.data.test_data_prep import bytes_of
-from tests.data.test_preparation import command, corpus, recipe_that_kills  # noqa: F401  a fixture
-from tests.gear.runs import execute
+from tests.data.test_preparation import command, corpus, prepared, recipe_that_kills  # noqa: F401  a fixture
+from tests.gear.runs import bytes_of, execute
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (requirements-ray.txt)")
 
@@ -33,7 +32,5 @@ def test_a_ray_cluster_gives_the_same_bytes_though_a_worker_is_killed(corpus, cl
     assert finished.code == 0 and not finished.strays, finished.output
     assert finished.stderr.count("was ended (WorkerCrashedError): the task is run again") == 1
     # its one death has happened
-    alone = execute(command(recipe, tmp_path / "alone", "--executor", "inline"))
-    assert alone.code == 0 and bytes_of(tmp_path / "ray" / "corpus") == bytes_of(
-        tmp_path / "alone" / "corpus"
-    )
+    alone = prepared(recipe, tmp_path / "alone", "--executor", "inline")
+    assert alone == bytes_of(tmp_path / "ray" / "corpus")

@@ -3,7 +3,6 @@
 import json
 import pickle
 import resource
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -16,10 +15,8 @@ from pretraining.data.manifest import read_manifest, verify
 from pretraining.data.prepared import open_prepared
 from pretraining.data.shards import SplitWriter, TokenSplit, token_dtype
 from pretraining.errors import UserError
-from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
-from tests.gear.finished_data import refusal
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.gear.finished_data import make_texts, prepare, recipe_for, refusal, write_jsonl
+from tests.gear.runs import REPOSITORY, completed
 
 
 def write_split(folder: Path, documents: list[np.ndarray], shard_tokens: int, dtype=np.uint16) -> TokenSplit:
@@ -183,5 +180,5 @@ def test_a_hundred_billion_tokens_open_at_once():
     """10^11 tokens (sparse files): the first batch needs less than 200 MB; benchmarks/data_open.py has the seconds."""
     script = REPOSITORY / "benchmarks" / "data_open.py"
     command = [sys.executable, str(script), "--num_tokens", str(10**11)]
-    measured = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    measured = json.loads(completed(command).stdout)
     assert measured["tokens"] == 10**11 and measured["peak_bytes"] < 200e6

@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pretraining.data.corpus import Corpus, FileSource, HubSource, open_source, open_sources, read_batches
+from pretraining.data.corpus import Corpus, HubSource, open_source, open_sources, read_batches
 from pretraining.data.preparation.prepare import prepare_data
-from pretraining.data.text_files import Extent, list_files
+from pretraining.data.text_files import Extent
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
+from tests.gear.finished_data import refusal, write_jsonl
 from tests.gear.runs import REPOSITORY
 from tests.gear.served import Served
 
@@ -24,16 +25,11 @@ TEXTS = [f"document {number} " + "word " * (number % 50) for number in range(400
 
 
 def write_lines(path):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
+    return write_jsonl(path, TEXTS)
 
 
-def write_rows(path, row_group_size=25):
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
-    parquet.write_table(table, path, row_group_size=row_group_size)
+def write_rows(path):
+    pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), path, row_group_size=25)
     return path
 
 
@@ -60,7 +56,8 @@ def test_lines_and_records_are_documents_wherever_a_file_is_cut(tmp_path, name, 
     content = "\n".join(lines if "fa" in name else texts).encode()
     packed = {".gz": gzip.compress, "zst": partial(pa.compress, codec="zstd", asbytes=True)}.get(name[-3:])
     (tmp_path / name).write_bytes(packed(content) if packed else content)
-    (tmp_path / "b.jsonl").write_text("not one of them")
+    for other in ("b.jsonl", "picture.png"):
+        (tmp_path / other).write_text("not one of them")
     source = open_source(Source(path=str(tmp_path), format="fasta" if "fa" in name else "lines"))
     pieces = source.cut(piece_bytes)
     assert texts_of(source, pieces) == texts
@@ -70,12 +67,10 @@ def test_lines_and_records_are_documents_wherever_a_file_is_cut(tmp_path, name, 
 ROWS = [
     {"text": str(n), "score": n / 10, "meta": {"set": "ab"[n % 2], "of": n}, "good": n > 5} for n in range(30)
 ]
+INSIDE = [{"field": "meta.set", "not_among": ["b"]}, {"field": "score", "at_least": 2}]
 KEPT = {
     "a number": ([{"field": "score", "at_least": 1.1, "at_most": 2}], range(11, 21)),
-    "inside of another": (
-        [{"field": "meta.set", "not_among": ["b"]}, {"field": "score", "at_least": 2}],
-        range(20, 30, 2),
-    ),
+    "inside of another": (INSIDE, range(20, 30, 2)),
     "a value": ([{"field": "good", "among": [False]}, {"field": "meta.of", "among": [3, 4, 9]}], (3, 4)),
 }
 
@@ -93,16 +88,13 @@ def test_rows_are_read_by_what_their_fields_say(tmp_path, conditions, kept):
         assert skipped["unwanted"] == len(ROWS) + lacking - len(batch.texts)
         plain = open_source(Source(path=str(tmp_path / name)))
         assert source.digest_of([Extent(0)]) != plain.digest_of([Extent(0)])
-    wrong = open_source(
-        Source.of({"path": str(tmp_path / "rows.parquet"), "keep": [{"field": "scores", "at_least": 1}]})
-    )
+    scores = [{"field": "scores", "at_least": 1}]
+    wrong = open_source(Source.of({"path": str(tmp_path / "rows.parquet"), "keep": scores}))
+    said = "no column 'scores'; did you mean 'score'?; correct data.sources.0.keep"
+    assert said in refusal(next, wrong.documents())
     (tmp_path / "plain.txt").write_text("no fields")
     with pytest.raises(UserError, match=r"data.sources.0.keep: asks for fields, and .*plain.txt has none"):
         open_source(Source.of({"path": str(tmp_path), "keep": conditions}))
-    with pytest.raises(
-        UserError, match=r"no column 'scores'; did you mean 'score'\?; correct data.sources.0.keep"
-    ):
-        next(wrong.documents())
 
 
 def test_pieces_are_a_function_of_the_files_and_change_with_them(tmp_path):
@@ -180,8 +172,7 @@ def test_a_web_server_is_read_like_a_disk(tmp_path):
         texts = [[document.text for document in source.documents()] for source in sources]
         with pytest.raises(UserError, match=f"{address}/d.jsonl: cannot be read .*range requests"):
             list(sources[2].documents([Extent(0, 17, 34)]))
-        with pytest.raises(UserError, match=f"{address}/c.txt"):
-            open_source(Source(path=f"{address}/c.txt"))
+        assert f"{address}/c.txt" in refusal(open_source, Source(path=f"{address}/c.txt"))
     assert texts == [["one", "two"], ["three"], ["four", "five"]]
 
 
@@ -194,9 +185,8 @@ NOT_HELD = {
 
 @pytest.mark.parametrize("address", NOT_HELD)
 def test_what_a_store_does_not_hold_is_one_line(store, address):
-    with pytest.raises(UserError, match=NOT_HELD[address]) as caught:
-        open_source(Source(path=address))
-    assert "\n" not in str(caught.value) and address.partition("://")[2] in str(caught.value)
+    said = refusal(open_source, Source(path=address))
+    assert NOT_HELD[address] in said and address.partition("://")[2] in said
 
 
 def test_web_archives(tmp_path):
@@ -260,8 +250,8 @@ def test_a_line_longer_than_memory_should_hold_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr("pretraining.data.text_files.MAX_LINE_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "short"}\n' + json.dumps({"text": "x" * 5000}) + "\n")
-    with pytest.raises(UserError, match=f"{path}:line 2: longer than 1,000 bytes"):
-        list(open_source(Source(path=str(path))).documents())
+    said = refusal(list, open_source(Source(path=str(path))).documents())
+    assert f"{path}:line 2: longer than 1,000 bytes" in said
 
 
 def test_a_hub_dataset_is_cut_by_its_files(tmp_path):
@@ -270,47 +260,25 @@ def test_a_hub_dataset_is_cut_by_its_files(tmp_path):
     folder.mkdir()
     half = len(TEXTS) // 2
     for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
-        lines = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts)
-        (folder / f"train-{number:05d}.jsonl").write_text(lines)
+        write_jsonl(folder / f"train-{number:05d}.jsonl", texts)
     source = open_source(Source(dataset=str(folder)))
     assert isinstance(source, HubSource)
     pieces = source.cut(1 << 24)
     assert pieces == [[Extent(0)], [Extent(1)]] and texts_of(source, pieces) == TEXTS
 
 
-def test_a_folder_lists_only_what_can_be_read(tmp_path):
-    write_lines(tmp_path / "a.jsonl")
-    (tmp_path / "picture.png").write_bytes(b"")
-    assert [file.name for file in list_files(str(tmp_path))] == ["a.jsonl"]
-    assert isinstance(open_source(Source(path=str(tmp_path))), FileSource)
-
-
 # The columns of the published data sets, for stand-ins of them.
-WEB = [
-    "text",
-    "id",
-    "dump",
-    "url",
-    "file_path",
-    "language",
-    "language_score",
-    "token_count",
-    "score",
-    "int_score",
-]
-ROW = dict.fromkeys(WEB, "x") | {"language_score": 0.9, "token_count": 7, "score": 3.1, "int_score": 3}
+ROW = dict.fromkeys(("text", "id", "dump", "url", "file_path", "language"), "x")
+ROW |= {"language_score": 0.9, "token_count": 7, "score": 3.1, "int_score": 3}
 
 
 def stand_in(spec: dict, folder: Path) -> dict:
     """The source entry of a recipe, led to a few rows on this disk in the form the published data has."""
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
     folder.mkdir()
     texts = [f"{spec.get('name', 'web')} {text}" for text in TEXTS]
     if spec.get("dataset"):
         rows = pa.Table.from_pylist([{**ROW, "text": text} for text in texts])
-        parquet.write_table(rows, folder / "0.parquet")
+        pq.write_table(rows, folder / "0.parquet")
         return {**spec, "dataset": str(folder), "config": None}
     lines = [json.dumps({"text": text, "meta": {"redpajama_set_name": "x"}}) + "\n" for text in texts]
     with pa.CompressedOutputStream(str(folder / "chunk1.jsonl.zst"), "zstd") as file:

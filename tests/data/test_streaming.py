@@ -4,8 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,9 +22,9 @@ from pretraining.data.streaming import cache as cache_module
 from pretraining.data.streaming.cache import CachedShard, CacheFull, ShardCache, exclusive_lock
 from pretraining.data.streaming.remote_data import Prefetcher, RemoteData, ShardNeeds, StreamedSplit, Window
 from pretraining.errors import UserError
-from tests.data.test_data_prep import make_texts, prepare, recipe_for, write_jsonl
+from tests.gear.finished_data import make_texts, prepare, recipe_for, refusal, write_jsonl
 from tests.gear.object_store import Proxy, connect_to, s3_server, shared_memory, upload, use_here
-from tests.gear.runs import REPOSITORY
+from tests.gear.runs import Started
 
 LENGTH = 32
 READER = """
@@ -113,10 +111,8 @@ def test_the_samples_are_those_of_the_disk(prepared, connected, cache):
     here, there = ((data.tokenizer_path / "tokenizer.json").read_bytes() for data in (local, remote))
     assert here == there
     order = GlobalOrder(local.train.num_blocks(LENGTH), 3, local.fingerprint)
-    theirs, ours = (
-        prefetched(PackedDataset(data.train, LENGTH, order, 5, 2 * order.num_blocks))
-        for data in (local, remote)
-    )
+    datasets = (PackedDataset(data.train, LENGTH, order, 5, 2 * order.num_blocks) for data in (local, remote))
+    theirs, ours = map(prefetched, datasets)
     assert theirs.prefetcher is None and ours.prefetcher is not None
     assert len(ours) == len(theirs)
     for start in range(0, len(ours), 16):
@@ -186,10 +182,8 @@ FAILING = {"error": "best_fit", "drop": "in_sequence", "cut": "best_fit", "spoil
 
 
 @pytest.mark.parametrize("treatment, packing", FAILING.items())
-def test_a_store_that_fails_one_request_in_five_loses_nothing(
-    prepared, connected, cache, treatment, packing, monkeypatch
-):
-    """Errors, closed connections, half answers and flipped bits: the same stream in the same order."""
+def test_a_store_that_fails_loses_nothing(prepared, connected, cache, treatment, packing, monkeypatch):
+    """One request in five: errors, closed connections, half answers and flipped bits: the same stream and order."""
     monkeypatch.setattr("pretraining.outside.store.FIRST_DELAY_SECONDS", 0.001)
 
     def one_in_five(number, path):
@@ -220,15 +214,14 @@ def test_a_shard_damaged_in_the_store_is_named(prepared, connected, cache):
 def test_processes_share_the_cache(prepared, connected, cache):
     """Three processes that read all at once, and one after them: one fetch a shard, the store's bytes, no part left."""
     with Proxy(connected, lambda number, path: None) as proxy, pytest.MonkeyPatch.context() as patch:
-        place = {"cwd": REPOSITORY, "env": {**os.environ, **connect_to(proxy.address)}}
-        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(10**9)]
-        readers = [subprocess.Popen(command, **place, stdout=subprocess.PIPE) for _ in range(3)]
-        outputs = [reader.communicate(timeout=120)[0] for reader in readers]
-        assert [reader.returncode for reader in readers] == [0, 0, 0]
+        command = [sys.executable, "-c", READER, prepared.address, cache, 10**9]
+        readers = [Started(command, **connect_to(proxy.address)) for _ in range(3)]
+        finished = [reader.finish() for reader in readers]
+        assert [each.code for each in finished] == [0, 0, 0], finished
         use_here(patch, proxy.address)
         again = stream_of(open_split(prepared.address, cache, 10**9))
         assert (again == stream_of(prepared.local.train)).all()
-    assert len(set(outputs)) == 1 and outputs[0]
+    assert len({each.stdout for each in finished}) == 1 and finished[0].stdout
     ranges = [f"bytes=0-{shard['size'] - 1}" for shard in prepared.shards]
     whole = [asked for asked in proxy.requests if any(each in asked for each in ranges)]
     assert len(whole) == len(set(whole)) == len(prepared.shards)
@@ -248,11 +241,10 @@ def test_a_killed_fetch_leaves_a_cache_that_works(prepared, connected, cache):
 
     bound = prepared.largest  # the stale part must be cleared: beside it nothing else has room
     with Proxy(connected, hang_once) as proxy:
-        command = [sys.executable, "-c", READER, prepared.address, str(cache), str(bound)]
-        reader = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, **connect_to(proxy.address)})
+        command = [sys.executable, "-c", READER, prepared.address, cache, bound]
+        reader = Started(command, **connect_to(proxy.address))
         assert started.wait(60)
-        reader.send_signal(signal.SIGKILL)
-        reader.wait()
+        reader.kill()
     parts = list(cache.glob("*/*.part"))
     assert len(parts) == 1 and parts[0].stat().st_size > 0
     split = open_split(prepared.address, cache, bound)
@@ -360,10 +352,7 @@ def test_the_window_names_shards_in_order_of_need():
 
 
 def refused(address: str, cache: Path, recipe, max_bytes: int = 10**9) -> str:
-    with pytest.raises(UserError) as caught:
-        open_prepared(recipe, address, ShardCache(cache, max_bytes))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal(open_prepared, recipe, address, ShardCache(cache, max_bytes))
 
 
 def test_an_address_that_cannot_be_read_is_refused(prepared, connected, cache, monkeypatch):
@@ -390,7 +379,6 @@ def test_a_cache_that_cannot_hold_the_run_is_refused(prepared, connected, cache,
         prefetched(PackedDataset(data.train, LENGTH, order))
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
-    with pytest.raises(UserError, match="No space left on device"):
-        data.train.read(0, 5)
+    assert "No space left on device" in refusal(data.train.read, 0, 5)
     cache.with_name("file").write_text("")
     assert "Not a directory" in refused("s3://bucket/data", cache.with_name("file"), prepared.recipe)

@@ -26,6 +26,7 @@ from pretraining.evaluation.scores import (
 )
 from pretraining.evaluation.validation import Evaluator
 from pretraining.recipe import load_recipe
+from tests.gear.finished_data import refusal
 from tests.gear.runs import REPOSITORY, SMALL_RECIPE
 from tests.gear.scored_tasks import hellaswag_items, write_hellaswag_task, write_items, write_tasks
 
@@ -116,22 +117,20 @@ def test_a_set_of_tasks_has_one_score_above_chance(model, tokenizer, items, tmp_
 
 def test_a_wrong_set_is_one_line(tokenizer, items, tmp_path):
     path = write_set(tmp_path / "mine.json", items, metric="median")
-    with pytest.raises(UserError, match=r"evaluation\.tasks: .*mine\.json: metric"):
-        Harness([str(path)], tokenizer, PASSES)
-    with pytest.raises(UserError, match=r"none\.json"):
-        Harness([str(tmp_path / "none.json")], tokenizer, PASSES)
+    said = refusal(Harness, [str(path)], tokenizer, PASSES)
+    assert said.startswith("evaluation.tasks: ") and "mine.json: metric" in said
+    assert "none.json" in refusal(Harness, [str(tmp_path / "none.json")], tokenizer, PASSES)
 
 
 def test_the_sets_that_are_here_are_the_published_ones():
     """CORE's tasks, but for one that lm-eval does not have, by DCLM's file; where they differ they say so."""
     core, olmes = (read_set(name) for name in ("dclm_core", "olmes"))
     assert len(core["tasks"]) == 21 and "Jeopardy" in core["differs"][0]
-    assert summary_of("x", core, {f"{score_name('x', r)}/{r['metric']}": 1.0 for r in core["tasks"]}) == {
-        "x/centered": pytest.approx(1.0),
-        "x/deviation_of_runs": pytest.approx(0.0053, abs=1e-4),
-    }
-    guessed = {f"{score_name('x', row)}/{row['metric']}": row["chance"] for row in core["tasks"]}
-    assert summary_of("x", core, guessed)["x/centered"] == 0
+    chances = {f"{score_name('x', row)}/{row['metric']}": row["chance"] for row in core["tasks"]}
+    best = summary_of("x", core, dict.fromkeys(chances, 1.0))
+    assert best.pop("x/centered") == pytest.approx(1.0)
+    assert best == {"x/deviation_of_runs": pytest.approx(0.0053, abs=1e-4)}
+    assert summary_of("x", core, chances)["x/centered"] == 0
     assert len(olmes["tasks"]) == 9 and all(row["shots"] == 5 for row in olmes["tasks"])
 
 
@@ -187,10 +186,9 @@ def test_a_stop_ends_the_scoring_without_a_result(workshop, model, tokenizer, it
 
 
 def test_a_metric_that_no_validation_has_is_told(workshop, model, tokenizer, items):
-    with pytest.raises(UserError, match="has no 'code_loss'"):
-        evaluator(workshop, tokenizer, items, metric="code_loss")
-    with pytest.raises(UserError, match="did you mean 'hellaswag/acc_norm'"):
-        evaluator(workshop, tokenizer, items, metric="hellaswag/acc_nrm").measure(model, 4, lambda: False)
+    assert "has no 'code_loss'" in refusal(evaluator, workshop, tokenizer, items, metric="code_loss")
+    ours = evaluator(workshop, tokenizer, items, metric="hellaswag/acc_nrm")
+    assert "did you mean 'hellaswag/acc_norm'" in refusal(ours.measure, model, 4, lambda: False)
 
 
 COUNTED = ["fingerprint of the data", "validation blocks", "evaluation.hellaswag, endings"]
@@ -251,8 +249,7 @@ def test_items_of_a_data_set_are_those_of_the_file(tmp_path, items, monkeypatch)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "validation.jsonl").write_bytes(items.read_bytes())
     assert read_items(str(tmp_path / "set"), 7) == read_items(str(items))[:7]
-    with pytest.raises(UserError, match="no such file, and no dataset"):
-        read_items(str(tmp_path / "nowhere"))
+    assert "no such file, and no dataset" in refusal(read_items, str(tmp_path / "nowhere"))
 
 
 def test_a_missing_lm_eval_costs_one_sentence(monkeypatch):
@@ -271,5 +268,4 @@ def test_a_task_that_cannot_be_loaded_is_told(tmp_path, text, said):
     with pytest.raises(UserError, match=f"evaluation.tasks: .*{said}"):
         load_tasks([str(path)])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no task"):
-        load_tasks([str(tmp_path / "empty")])
+    assert "holds no task" in refusal(load_tasks, [str(tmp_path / "empty")])

@@ -85,10 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
             asked = parse_qs(body.decode())["paths"]
             return self._answer([each for each in self._listed(path) if each["path"] in asked])
         # of a model, addresses differ in one word
-        path = path.replace("/api/models/", "/api/datasets/").replace(
-            f"/{REPOSITORY_ID}.git", f"{OF_DATA}.git"
-        )
-        path = path.replace("/datasets/datasets/", "/datasets/")
+        path = path.replace("/api/models/", "/api/datasets/")
+        path = path.replace(f"/{REPOSITORY_ID}.git", f"{OF_DATA}.git").replace("/datasets" * 2, "/datasets")
         if path == "/api/repos/create":
             self.server.created.append(json.loads(body))
             kind = "datasets/" * (self.server.created[-1].get("type") == "dataset")
@@ -115,59 +113,22 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer_file()
 
     def _answer_file(self) -> None:
-        """Answer a file of a model as huggingface.co does: its commit and ETag, or the code of what is missing."""
+        """Answer a file, or the part that is asked for, as huggingface.co does; or the code of what is missing."""
         name, _, rest = self.path.strip("/").partition("/resolve/")
         revision, _, file = rest.partition("/")
         if self.server.versions and name == OF_DATA.strip("/"):
-            return self._answer_part(*self.server.version_of(revision), file)
-        self.server.asked.append(f"{self.command} {self.path.strip('/')}")
-        if name in self.server.gated:
-            return self._answer({"error": "gated"}, 403, **{"X-Error-Code": "GatedRepo"})
-        if (commits := self.server.models.get(name)) is None:
-            return self._answer({"error": "no such repository"}, 404, **{"X-Error-Code": "RepoNotFound"})
-        commit = list(commits)[-1] if revision == "main" else revision
-        if commit not in commits:
-            return self._answer({"error": "no such revision"}, 404, **{"X-Error-Code": "RevisionNotFound"})
-        if file not in commits[commit]:
-            code = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
-            return self._answer({"error": "no such file"}, 404, **code)
-        content = commits[commit][file]
-        etag = f'"{hashlib.sha1(content).hexdigest()}"'
-        self._send(content, 200, **{"X-Repo-Commit": commit, "ETag": etag})
-
-    def do_GET(self) -> None:
-        if "/resolve/" in self.path:
-            return self._answer_file()
-        if asked := re.match(r"/api/(?:dataset|model)s/(.+)/auth-check", self.path):
-            return self._answer_access(asked[1])
-        if self.server.versions and self.path.startswith(f"/api{OF_DATA}/tree/"):
-            inside = self.path.partition("?")[0].partition("/tree/")[2].count("/")
-            return self._answer(self._listed(self.path)) if not inside else self._answer_missing()
-        if self.server.versions and re.fullmatch(rf"/api{OF_DATA}(/revision/.+)?", self.path):
-            revision = self.path.partition("/revision/")[2] or "main"
-            if self.server.is_silent_about_main and revision == "main":
-                return self._answer({"error": "later"}, 500)
             commit, files = self.server.version_of(revision)
-            siblings = [{"rfilename": name} for name in files]
-            return self._answer({"id": REPOSITORY_ID, "sha": commit, "siblings": siblings})
-        if re.match(rf"/api/datasets/{REPOSITORY_ID}/tree/main", self.path):
-            files = self.server.files.items()
-            listed = [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files]
-            return self._answer(listed)
-        return self._answer({"error": f"no GET {self.path}"}, 404)
-
-    def _listed(self, path: str) -> list[dict]:
-        revision = re.split("/tree/|/paths-info/", path.partition("?")[0])[1].partition("/")[0]
-        files = self.server.version_of(revision)[1].items()
-        return [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files]
-
-    def _answer_missing(self, **headers: str) -> None:
-        self._answer({"error": "no such file"}, 404, **{"X-Error-Code": "EntryNotFound"}, **headers)
-
-    def _answer_part(self, commit: str, files: dict[str, bytes], file: str) -> None:
-        """Answer a file of a commit of the data set, or the bytes of it that are asked for."""
+        else:
+            self.server.asked.append(f"{self.command} {self.path.strip('/')}")
+            if name in self.server.gated:
+                return self._refuse("GatedRepo", 403)
+            if (commits := self.server.models.get(name)) is None:
+                return self._refuse("RepoNotFound")
+            commit = list(commits)[-1] if revision == "main" else revision
+            if (files := commits.get(commit)) is None:
+                return self._refuse("RevisionNotFound")
         if file not in files:
-            return self._answer_missing(**{"X-Repo-Commit": commit})
+            return self._refuse("EntryNotFound", **{"X-Repo-Commit": commit})
         content, status = files[file], 200
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
@@ -176,22 +137,48 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{first + len(content) - 1}/{size}"
         self._send(content, status, **headers)
 
+    def do_GET(self) -> None:
+        if "/resolve/" in self.path:
+            return self._answer_file()
+        if asked := re.match(r"/api/(?:dataset|model)s/(.+)/auth-check", self.path):
+            return self._answer_access(asked[1])
+        if self.server.versions and self.path.startswith(f"/api{OF_DATA}/tree/"):
+            inside = self.path.partition("?")[0].partition("/tree/")[2].count("/")
+            return self._refuse("EntryNotFound") if inside else self._answer(self._listed(self.path))
+        if self.server.versions and re.fullmatch(rf"/api{OF_DATA}(/revision/.+)?", self.path):
+            revision = self.path.partition("/revision/")[2] or "main"
+            if self.server.is_silent_about_main and revision == "main":
+                return self._answer({"error": "later"}, 500)
+            commit, files = self.server.version_of(revision)
+            siblings = [{"rfilename": name} for name in files]
+            return self._answer({"id": REPOSITORY_ID, "sha": commit, "siblings": siblings})
+        if re.match(rf"/api/datasets/{REPOSITORY_ID}/tree/main", self.path):
+            return self._answer(self._listed(self.path))
+        return self._answer({"error": f"no GET {self.path}"}, 404)
+
+    def _listed(self, path: str) -> list[dict]:
+        """The files of the data set: those of the revision in the path if it has versions, or what was pushed."""
+        revision = re.split("/tree/|/paths-info/", path.partition("?")[0])[1].partition("/")[0]
+        files = self.server.version_of(revision)[1] if self.server.versions else self.server.files
+        return [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files.items()]
+
     def _action_of(self, entry: dict) -> dict:
-        known = entry["oid"] in self.server.objects
-        return (
-            entry if known else {**entry, "actions": {"upload": {"href": self._url(f"/lfs/{entry['oid']}")}}}
-        )
+        if entry["oid"] in self.server.objects:
+            return entry
+        return {**entry, "actions": {"upload": {"href": self._url(f"/lfs/{entry['oid']}")}}}
 
     def _url(self, path: str) -> str:
         return f"{self.server.address}{path}"
 
     def _answer_access(self, name: str) -> None:
         if name in self.server.missing:
-            return self._answer({"error": "refused"}, 404, **{"X-Error-Code": "RepoNotFound"})
-        if self.server.refuse_with or name in self.server.gated:
-            code = {"X-Error-Code": "GatedRepo"} if name in self.server.gated else {}
-            return self._answer({"error": "refused"}, self.server.refuse_with or 401, **code)
-        self._answer({}, 200 if name == REPOSITORY_ID else 404)
+            return self._refuse("RepoNotFound")
+        if name in self.server.gated:
+            return self._refuse("GatedRepo", self.server.refuse_with or 401)
+        self._answer({}, self.server.refuse_with or (200 if name == REPOSITORY_ID else 404))
+
+    def _refuse(self, code: str, status: int = 404, **headers: str) -> None:
+        self._answer({"error": "refused"}, status, **{"X-Error-Code": code}, **headers)
 
     def _answer(self, values, status: int = 200, **headers: str) -> None:
         self._send(json.dumps(values).encode(), status, **headers)

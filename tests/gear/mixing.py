@@ -21,19 +21,10 @@ class MixingQuality(NamedTuple):
         return (1 - self.same_document) / (1 - self.full_shuffle)
 
 
-def mixing_quality(
-    order: Order,
-    documents: np.ndarray,
-    samples_per_step: int,
-    first_sample: int = 0,
-    num_steps: int | None = None,
-) -> MixingQuality:
-    """Measure whole steps of one epoch, or `num_steps` from `first_sample` on.
-
-    documents: [blocks], the document in which each block starts.
-    """
-    num_steps = num_steps or max(1, order.num_blocks // samples_per_step)
-    samples = np.arange(first_sample, first_sample + num_steps * samples_per_step)
+def mixing_quality(order: Order, documents: np.ndarray, samples_per_step: int) -> MixingQuality:
+    """Measure the whole steps of one epoch; documents: [blocks], the document in which each block starts."""
+    num_steps = max(1, order.num_blocks // samples_per_step)
+    samples = np.arange(num_steps * samples_per_step)
     steps = np.sort(documents[order.blocks(samples)].reshape(num_steps, samples_per_step), axis=1)
     # pairs of equal documents inside a step: of a run of length c, c (c - 1) / 2
     begins = np.ones(steps.shape, bool)

@@ -145,6 +145,12 @@ class Finished:
         """Everything it said, for the message of a failed assertion."""
         return self.stdout[-3000:] + self.stderr[-6000:]
 
+    @property
+    def refusal(self) -> str:
+        """The one line on stderr with which the process refused what a user had asked for."""
+        assert (self.code, self.stderr.count("\n")) == (2, 1), self.output
+        return self.stderr
+
 
 class Started:
     """A process and all its descendants, found again by a mark in their environment."""

@@ -18,7 +18,8 @@ from pretraining.runtime.failures import LOG, Failure, kernel_faults, read_failu
 from pretraining.runtime.heartbeat import Heartbeat, heartbeat_path
 from pretraining.runtime.lock import LOCK
 from pretraining.runtime.run_folder import RunFolder, unix_seconds
-from tests.gear.runs import execute, start_and_kill
+from tests.gear.finished_data import refusal
+from tests.gear.runs import completed, execute, start_and_kill
 
 FAILING = """
 import os
@@ -42,6 +43,11 @@ class FailsOnRankOne(TrainerCallback):
         raise RuntimeError("the machine is on fire")
 """
 PRICE = "report.dollars_per_gpu_hour=3.6"
+
+
+@pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return RunFolder(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +136,8 @@ def test_what_to_do_follows_from_the_error(tmp_path, error, advice):
     assert found.first.what == error and advice in found.advice[0]
 
 
-def test_a_run_that_was_killed_before_its_first_heartbeat_does_not_run(workshop, tmp_path):
+def test_a_run_that_was_killed_before_its_first_heartbeat_does_not_run(workshop, run):
     """Its lock says so at once, on its machine; a lock that another machine left says nothing."""
-    run = RunFolder(tmp_path / "run")
     # the file is there a moment before its first row
     start_and_kill(workshop.command(run.path, "null", 1, "plain"), lambda: read_rows(run.events))
     shutil.rmtree(run.heartbeats, ignore_errors=True)
@@ -148,9 +153,8 @@ def test_a_run_that_was_killed_before_its_first_heartbeat_does_not_run(workshop,
     assert look_back(run.path).state == "running"
 
 
-def test_a_launcher_that_was_killed_alone_is_named(tmp_path):
+def test_a_launcher_that_was_killed_alone_is_named(run):
     """The ranks have saved and left by themselves: they did not end without a word."""
-    run = RunFolder(tmp_path / "run")
     append_row(run.events, {"time": "2026-01-01T00:00:00Z", "event": "start", "world_size": 2})
     stopped = {"event": "stopped", "step": 25, "reason": "its launcher is gone", "asked": False}
     append_row(run.events, {"time": "2026-01-01T00:01:00Z", **stopped})
@@ -159,9 +163,8 @@ def test_a_launcher_that_was_killed_alone_is_named(tmp_path):
     assert found.first.what == "its launcher is gone" and "a file STOP in the run folder" in found.advice[0]
 
 
-def test_a_failure_is_as_old_as_the_last_sign_of_life(tmp_path):
+def test_a_failure_is_as_old_as_the_last_sign_of_life(run):
     """Nobody looked for five hours: it was not the next start that ended the run."""
-    run = RunFolder(tmp_path / "run")
     began = unix_seconds("2026-01-01T00:00:00Z")
     append_row(run.events, {"time": "2026-01-01T00:00:00Z", "event": "start", "world_size": 2})
     append_row(run.metrics, {"step": 1, "time": began + 600.5, "throughput/step_seconds": 0.1})
@@ -170,14 +173,12 @@ def test_a_failure_is_as_old_as_the_last_sign_of_life(tmp_path):
     assert (first.end, first.ended - first.began) == ("crash", 600.5)
 
 
-def test_an_address_without_a_run_is_one_line_that_names_it(tmp_path, monkeypatch):
+def test_an_address_without_a_run_is_one_line_that_names_it(run, tmp_path, monkeypatch):
     """Nothing of a temporary folder, and no credential. A run's place in a mounted store may be given by its name."""
     address = f"file://{tmp_path}/none"
     with pytest.raises(UserError, match=f"{address}: no run there"), records_of(address):
         pass
-    with pytest.raises(UserError, match=r"s3://\*\*\*@bucket/runs/x holds a credential"):
-        main(["s3://me:sesame@bucket/runs/x"])
-    run = RunFolder(tmp_path / "run")
+    assert "s3://***@bucket/runs/x holds a credential" in refusal(main, ["s3://me:sesame@bucket/runs/x"])
     run.add_event("start", step=0, world_size=1)
     (run.path / NODES).mkdir()
     monkeypatch.chdir(tmp_path)
@@ -185,9 +186,8 @@ def test_an_address_without_a_run_is_one_line_that_names_it(tmp_path, monkeypatc
         assert look_back(folder).state == "running" and shown == str(run.path)
 
 
-def test_a_run_without_its_events_is_not_said_to_run(tmp_path):
+def test_a_run_without_its_events_is_not_said_to_run(run):
     """They alone say how it ended: no state is made up for it."""
-    run = RunFolder(tmp_path / "run")
     append_row(run.metrics, {"step": 40, "time": time.time(), "throughput/step_seconds": 0.1})
     found = look_back(run.path)
     assert found.state == "unknown" and len(found.advice) == 1
@@ -196,9 +196,8 @@ def test_a_run_without_its_events_is_not_said_to_run(tmp_path):
     assert "unknown at step 40, 0 starts" in " ".join(as_text(found).split())
 
 
-def test_steps_that_change_nothing_are_no_good_end(tmp_path):
+def test_steps_that_change_nothing_are_no_good_end(run):
     """A rate of 30,000: the run ends by itself, and has learnt nothing."""
-    run = RunFolder(tmp_path / "run")
     run.add_event("start", step=0, world_size=1)
     run.add_event("non_finite", step=3, loss=math.nan)
     counts = {"stability/non_finite_steps": 38, "stability/refused_steps": 37}
@@ -218,9 +217,8 @@ def test_a_lost_connection_comes_last_whatever_the_clocks_say(tmp_path):
     assert (found.first.rank, found.first.what) == (2, "ValueError: bad sample")
 
 
-def test_a_silent_run_is_called_ended_only_where_its_processes_can_be_looked_for(tmp_path):
+def test_a_silent_run_is_called_ended_only_where_its_processes_can_be_looked_for(run):
     """Of another machine, as in records of a store, the clock alone speaks; here a rank that is gone ends the doubt."""
-    run = RunFolder(tmp_path / "run")
     began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 3600))
     append_row(run.events, {"time": began, "event": "start", "step": 0, "world_size": 2})
     Heartbeat(run.heartbeats, 0).beat(1)
@@ -229,7 +227,7 @@ def test_a_silent_run_is_called_ended_only_where_its_processes_can_be_looked_for
     assert found.first.what.startswith(f"silent since {began[:10]} {began[11:19]} UTC")
     code = "import sys; from pathlib import Path; from pretraining.runtime.heartbeat import Heartbeat; "
     code += "Heartbeat(Path(sys.argv[1]), 1).beat(1)"
-    assert execute([sys.executable, "-c", code, str(run.heartbeats)]).code == 0
+    completed([sys.executable, "-c", code, str(run.heartbeats)])
     assert look_back(run.path).attempts[-1].end == "crash", "rank 1 is gone"
     path = heartbeat_path(run.heartbeats, 1)
     write_json(path, {**json.loads(path.read_text()), "machine": "another", "host": "node-7"})
