@@ -137,13 +137,8 @@ def test_a_disk_that_fills_up_is_told_at_the_step_boundary(tmp_path, monkeypatch
     going_on.save(4, tensors_of(4))
     going_on.wait()
     assert [p.name for p in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-1", "checkpoint-4"]
-    events = [(row["event"], row["checkpoint"]) for row in read_rows(RunFolder(tmp_path).events)]
-    assert events == [
-        ("save", "checkpoint-1"),
-        ("save_failed", "checkpoint-2"),
-        ("save_failed", "checkpoint-3"),
-        ("save", "checkpoint-4"),
-    ]
+    events = [f"{row['event']} {row['checkpoint'][-1]}" for row in read_rows(RunFolder(tmp_path).events)]
+    assert events == ["save 1", "save_failed 2", "save_failed 3", "save 4"]
 
 
 def test_a_bug_in_the_thread_ends_the_run_with_its_traceback(tmp_path):

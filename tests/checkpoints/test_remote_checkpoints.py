@@ -41,6 +41,7 @@ from pretraining.recipe.sections import Checkpoints
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
 from pretraining.runtime.run_folder import RunFolder, step_in_name, utc_now
+from tests.gear.finished_data import refusal
 from tests.gear.object_store import (
     OTHER_CREDENTIALS,
     OtherServer,
@@ -404,8 +405,7 @@ def test_the_newer_one_wins_and_what_is_here_is_not_fetched(run, tmp_path, uploa
     before = whole.stat().st_mtime_ns
     got = fetched(tmp_path, upload, newest_here=4)
     assert bytes_of(got.checkpoint(8)) == bytes_of(run.checkpoint(8)) and whole.stat().st_mtime_ns == before
-    with pytest.raises(UserError, match="checkpoint-8 is newer"):
-        choose_checkpoint(run, "never", upload)
+    assert "checkpoint-8 is newer" in refusal(choose_checkpoint, run, "never", upload)
     assert choose_checkpoint(run, str(run.checkpoint(8)), upload).folder == run.checkpoint(8)
 
 
@@ -479,8 +479,7 @@ def test_two_runs_of_one_name_do_not_overwrite_each_other(tmp_path, upload):
 def test_a_checkpoint_by_its_address_does_not_mix_with_newer_ones(run, tmp_path, upload):
     """As one by its path: a later start would go on from the store's newest, of another course."""
     send(run, upload, commit(run, 4), commit(run, 8))
-    with pytest.raises(UserError, match="checkpoint-8 is newer"):
-        choose_checkpoint(run, f"{upload}/{NAME}/checkpoint-4", upload)
+    assert "checkpoint-8 is newer" in refusal(choose_checkpoint, run, f"{upload}/{NAME}/checkpoint-4", upload)
     again = RunFolder(tmp_path / "again" / NAME)
     assert choose_checkpoint(again, f"{upload}/{NAME}/checkpoint-4").folder == again.checkpoint(4)
     # a copy here that a bad disk has damaged is mended
@@ -505,8 +504,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_before_it_is_fetched(run, tmp
         seen.extend([place, marker["recipe"], changes_in(accepted, place)])
         raise UserError("another recipe")
 
-    with pytest.raises(UserError, match="another recipe"):
-        choose_checkpoint(again, "auto", str(tmp_path / "there"), check=check)
+    assert "another recipe" in refusal(choose_checkpoint, again, "auto", str(tmp_path / "there"), check=check)
     address = f"{tmp_path}/there/{NAME}/checkpoint-4"
     assert seen == [address, {"name": NAME}, [{"key": "training.seed", "to": 8}]]
     assert not again.checkpoint(4).exists()
@@ -521,8 +519,7 @@ def test_what_waiting_cannot_mend_is_answered_at_once(run, tmp_path):
         choose_checkpoint(RunFolder(tmp_path / "x" / NAME), f"file://{tmp_path}/there/{NAME}/checkpoint-4")
     assert "upload" not in str(refused.value)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="no such bucket or folder"):
-        RemoteRun(f"{tmp_path}/file/runs", NAME).check_writable()
+    assert "no such bucket or folder" in refusal(RemoteRun(f"{tmp_path}/file/runs", NAME).check_writable)
     with pytest.raises(UserError, match="memory://runs is lost when its process ends"):
         load_recipe("tiny", ["checkpoints.upload=memory://runs"])
 
@@ -549,8 +546,7 @@ def test_a_mounted_folder_that_loses_a_handle_is_read_on(tmp_path, monkeypatch):
     assert len(opened) == 2
     cut = RemoteRun(str(tmp_path), "run")
     cut.seconds = 0.0
-    with pytest.raises(UserError, match="ends after 600,001"):
-        list(cut.pieces("file", len(content) + 1))
+    assert "ends after 600,001" in refusal(list, cut.pieces("file", len(content) + 1))
 
 
 def test_a_store_that_cannot_be_reached(tmp_path, monkeypatch):
@@ -558,8 +554,7 @@ def test_a_store_that_cannot_be_reached(tmp_path, monkeypatch):
     use_here(monkeypatch, "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setenv("PRETRAINING_DATA_PATIENCE_SECONDS", "0.2")
-    with pytest.raises(UserError, match="the store does not answer"):
-        fetched(tmp_path, UPLOAD)
+    assert "the store does not answer" in refusal(fetched, tmp_path, UPLOAD)
     assert not (tmp_path / "empty").exists()
     run = fetched(tmp_path, UPLOAD, newest_here=4)
     assert events(run) == ["upload_unreachable"]
@@ -567,12 +562,10 @@ def test_a_store_that_cannot_be_reached(tmp_path, monkeypatch):
 
 def test_a_bucket_that_is_not_there_or_not_ours_is_told_at_once(connected, monkeypatch, tmp_path):
     """A mistake in the recipe shows at the start, not after the first save."""
-    with pytest.raises(UserError, match="no such bucket"):
-        RemoteRun("s3://another/runs", NAME).check_writable()
+    assert "no such bucket" in refusal(RemoteRun("s3://another/runs", NAME).check_writable)
     with Proxy(connected, lambda number, path: "deny") as proxy:
         use_here(monkeypatch, proxy.address)
-        with pytest.raises(UserError, match="no permission"):
-            RemoteRun(UPLOAD, NAME).check_writable()
+        assert "no permission" in refusal(RemoteRun(UPLOAD, NAME).check_writable)
         with pytest.raises(UserError, match=r"no permission .* variables that hold its credentials"):
             fetch_records(f"{UPLOAD}/{NAME}", tmp_path)
     with pytest.raises(UserError, match="nothing can be written there"):
@@ -605,7 +598,6 @@ def test_an_address_with_a_slip_is_no_folder(slip):
     meant = re.sub("[:/]+", "://", slip, count=1)
     with pytest.raises(UserError, match=f"write {meant}, or ./{slip} for a folder"):
         load_recipe("tiny", [f"checkpoints.upload={slip}"])
-    with pytest.raises(UserError, match="names no place"):
-        load_recipe("tiny", ["checkpoints.upload=s3://"])
+    assert "names no place" in refusal(load_recipe, "tiny", ["checkpoints.upload=s3://"])
     for folder in ("s3/bucket", "runs", "/mnt/s3:/runs", f"./{slip}", "gs-backup", meant):
         load_recipe("tiny", [f"checkpoints.upload={folder}"])

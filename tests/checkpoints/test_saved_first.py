@@ -88,10 +88,8 @@ def test_a_resume_knows_what_was_measured_after_the_save(workshop, tmp_path):
     state = json.loads((whole.dir.checkpoint(8) / "trainer_state.json").read_text())
     assert [row["step"] for row in state["log_history"] if "eval_loss" in row] == [2, 4, 6]
     same_run(resumed, whole)
-    histories = [
-        json.loads((run.dir.checkpoint(10) / "trainer_state.json").read_text())["log_history"]
-        for run in (resumed, whole)
-    ]
+    files = (run.dir.checkpoint(10) / "trainer_state.json" for run in (resumed, whole))
+    histories = [json.loads(file.read_text())["log_history"] for file in files]
     assert histories[0] == histories[1]
 
 

@@ -19,7 +19,6 @@ from pretraining.doctor import __main__ as doctor
 from pretraining.doctor import gpus, machine, reach
 from pretraining.doctor.findings import BREAKS, COSTS, FINE, Finding, as_lines, summary, summary_line
 from pretraining.doctor.launch import Launch, check_earlier_start, needs_of, plan_launch
-from pretraining.errors import UserError
 from pretraining.outside.addresses import hub_repository
 from pretraining.planning.costs import forecast, write_words
 from pretraining.planning.gpus import FOLDER_VARIABLE, find_gpu, keep_rates, kept_rates
@@ -29,8 +28,9 @@ from pretraining.recipe.fixed_keys import changes_of_run
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime import host
 from pretraining.runtime.failures import failing_gpus
+from tests.gear.finished_data import refusal
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub
-from tests.gear.runs import LAUNCHED, SMALL_RECIPE, execute
+from tests.gear.runs import LAUNCHED, SMALL_RECIPE, completed, execute, refused
 
 NVIDIA_SMI = """#!{python}
 import sys
@@ -297,8 +297,7 @@ def test_a_refused_recipe_or_data_that_cannot_be_read_is_one_line_among_the_othe
 
 def test_the_table_for_people_ends_in_one_summary_line_and_a_misspelt_option_is_one_line():
     """Verdict, check, message; the remedy beneath; the worst verdict decides the code."""
-    finished = execute([sys.executable, "-m", "pretraining.doctor", "--recip", "features/gpt2"])
-    assert finished.code == 2 and finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1
+    refused(execute([sys.executable, "-m", "pretraining.doctor", "--recip", "features/gpt2"]))
     finished = execute([sys.executable, "-m", "pretraining.doctor", "--local_rank", "0"])
     *_, before_last, last = finished.stdout.splitlines()
     assert finished.code == 0, finished.output
@@ -350,19 +349,15 @@ def test_a_run_folder_is_read_as_a_start_reads_it(tmp_path, name):
     kept, said = KEPT[name]
     recipe, ds_config = load_recipe_and_ds_config("features/gpt2")
     if isinstance(kept, dict):
-        other, _ = load_recipe_and_ds_config(
-            "features/gpt2", [f"{key}={value}" for key, value in kept.items()]
-        )
-        kept = json.dumps(other.to_dict())
+        settings = [f"{key}={value}" for key, value in kept.items()]
+        kept = json.dumps(load_recipe_and_ds_config("features/gpt2", settings)[0].to_dict())
     (tmp_path / "recipe.json").write_text(kept)
     (finding,) = check_earlier_start(Launch(gpus.Gpus(), 1, 1, tmp_path, Path("data"), recipe, ds_config))
     if said is None:
         assert finding.verdict == FINE and changes_of_run(tmp_path, recipe.to_dict()) == []
         return
-    with pytest.raises(UserError) as refused:
-        changes_of_run(tmp_path, recipe.to_dict())
-    assert said in finding.message and finding.verdict == BREAKS
-    assert str(refused.value) == f"{finding.message}; {finding.remedy}" and "--output_dir" in finding.remedy
+    assert said in finding.message and finding.verdict == BREAKS and "--output_dir" in finding.remedy
+    assert refusal(changes_of_run, tmp_path, recipe.to_dict()) == f"{finding.message}; {finding.remedy}"
 
 
 def test_what_is_not_examined_of_amds_gpus_is_said():
@@ -471,8 +466,7 @@ def test_prepared_data_needs_no_source_any_more(tmp_path):
     values = json.loads(recipe.read_text())
     values["data"]["sources"] = [{"path": str(text)}]
     recipe.write_text(json.dumps(values))
-    prepared = execute([sys.executable, "data_prep.py", "--recipe", recipe, "--data_dir", tmp_path / "data"])
-    assert prepared.code == 0, prepared.output
+    completed([sys.executable, "data_prep.py", "--recipe", recipe, "--data_dir", tmp_path / "data"])
     text.unlink()
     options = doctor.parse_arguments(["--recipe", str(recipe), "--data_dir", str(tmp_path / "data")])
     launch, refused = plan_launch(options, gpus.Gpus())
@@ -634,11 +628,8 @@ def test_what_an_upload_needs_is_tried(tmp_path):
     (tmp_path / "file").touch()
     finding = reach._upload(str(tmp_path / "file" / "kept"))
     assert finding.verdict == BREAKS and "credentials" in finding.remedy
-    assert [hub_repository(f"hf://{each}") for each in ("a/b/runs", "datasets/a/b@c/d", "buckets/a/b/c")] == [
-        "a/b",
-        "datasets/a/b",
-        None,
-    ]
+    names = {"a/b/runs": "a/b", "datasets/a/b@c/d": "datasets/a/b", "buckets/a/b/c": None}
+    assert {name: hub_repository(f"hf://{name}") for name in names} == names
 
 
 def test_packages_are_asked_for_by_the_key_that_needs_them():

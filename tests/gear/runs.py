@@ -237,6 +237,15 @@ def completed(command: list, folder: Path = REPOSITORY, **variables: str) -> Fin
     return finished
 
 
+def refused(finished: Finished, *fragments: str) -> str:
+    """The one line of a command that was refused, with these fragments in it."""
+    assert finished.code == 2, finished.output
+    assert finished.stderr.startswith("error: ") and finished.stderr.count("\n") == 1, finished.stderr
+    for fragment in fragments:
+        assert fragment in finished.stderr
+    return finished.stderr
+
+
 def forked_programs() -> dict[str, str]:
     """Variables with which a real launcher, and the ranks that it starts, are forked (tests/gear/hidden_gpus).
 

@@ -153,14 +153,11 @@ def test_commands_load_torch_only_once_everything_is_checked():
     assert rooms(imports(Path("data_prep.py"))) <= FOUNDATION | {"data"}
 
 
-def modules_after(*command: str) -> tuple[int, set[str]]:
-    """Exit code and top-level modules that a command of the repository has imported when it ends."""
-    ((code, modules),) = modules_after_each(command)
-    return code, modules
-
-
 def modules_after_each(*commands: tuple[str, ...]) -> list[tuple[int, set[str]]]:
-    """The same of several commands, one after the other in one interpreter: each has what those before it imported."""
+    """Exit code and top-level modules that each command of the repository has imported when it ends.
+
+    They run one after the other in one interpreter: each has what those before it imported.
+    """
     program = (
         "import json, runpy, sys\n"
         "for command in json.loads(sys.argv.pop()):\n"
@@ -187,8 +184,8 @@ def test_the_plan_of_every_recipe_needs_no_torch():
         assert code == 0 and not modules & HEAVY, name
 
 
-@pytest.mark.parametrize("command", ["train.py", "data_prep.py"])
-def test_a_recipe_error_needs_no_torch(command):
+def test_a_recipe_error_needs_no_torch():
     """A mistake in a recipe is told at once."""
-    code, modules = modules_after(command, "--recipe", "features/gpt2", "--set", "training.learnin_rate=1")
-    assert code == 2 and not modules & HEAVY
+    words = ("--recipe", "features/gpt2", "--set", "training.learnin_rate=1")
+    for code, modules in modules_after_each(("train.py", *words), ("data_prep.py", *words)):
+        assert code == 2 and not modules & HEAVY

@@ -16,7 +16,7 @@ from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.run_folder import RunFolder
 from tests.conftest import num_gpus
 from tests.gear.ladders import SMALL_SIZES, ladder_command, small_ladder
-from tests.gear.runs import REPOSITORY, Finished, Workshop, execute
+from tests.gear.runs import REPOSITORY, Finished, Workshop, execute, refused
 from tests.gear.scored_tasks import write_items, write_tasks
 from tests.reporting.test_served_page import SERVE, Server
 from tests.training.test_batch_ramp import RAMPED
@@ -150,10 +150,8 @@ def run_prepare(workshop: Workshop, words: list[str]) -> None:
         small = workshop.options(*without(words[2:], "--recipe"))
         said = "bytes/token" if "--count" in words else "data corpus is ready in"
         return succeeded(execute(["python", "data_prep.py", *small]), said)
-    finished = execute([*words, "--data_dir", workshop.folder / "hub"])
-    assert finished.code == 2 and finished.stderr.count("\n") == 1, finished.output
-    said = r"error: (.*)(cannot be re|can be reached)"
-    assert re.match(said, finished.stderr), finished.output
+    line = refused(execute([*words, "--data_dir", workshop.folder / "hub"]))
+    assert re.match(r"error: (.*)(cannot be re|can be reached)", line), line
 
 
 def parse_rehearsal(workshop: Workshop, words: list[str]) -> None:
@@ -205,10 +203,8 @@ def run_make(workshop: Workshop, words: list[str]) -> None:
     recipe = [line for line in shown.stdout.splitlines() if line and not MAKE_SETUP.search(line)]
     if words[1] == "test":
         *quick, types = LINT
-        wanted = [
-            *quick,
-            f"python -c 'from tests.gear.forked import IMPORTS; exec(IMPORTS)' >/dev/null 2>&1 & {types}",
-        ]
+        imports = "python -c 'from tests.gear.forked import IMPORTS; exec(IMPORTS)' >/dev/null 2>&1"
+        wanted = [*quick, f"{imports} & {types}"]
         wanted += ["python -m pytest -m gpu"] if num_gpus() else []
         wanted += ["python -m pytest -n 3 --dist loadfile --no-loadscope-reorder"]
         assert recipe[-len(wanted) :] == wanted
@@ -229,8 +225,7 @@ def run_supervised(workshop: Workshop, words: list[str]) -> None:
 
 def run_sweep(workshop: Workshop, words: list[str]) -> None:
     """`python -m pretraining.sweep`: its points are checked, none is started; test_sweep.py trains some."""
-    finished = execute([*without(words, "--slurm", "--launcher"), "--show"])
-    assert finished.code == 0 and "state" in finished.stdout, finished.output
+    succeeded(execute([*without(words, "--slurm", "--launcher"), "--show"]), "state")
 
 
 def run_ladder(workshop: Workshop, words: list[str]) -> None:
@@ -262,9 +257,8 @@ def run_flow(workshop: Workshop, words: list[str]) -> None:
 @cache
 def help_of_flow(file: str, workflow: str) -> Finished:
     """What flytekit says of a workflow: seconds of imports, for several lines of the pages."""
-    return execute(
-        ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte", "run", file, workflow, "--help"]
-    )
+    pyflyte = ["python", "-m", "flytekit.clis.sdk_in_container.pyflyte"]
+    return execute([*pyflyte, "run", file, workflow, "--help"])
 
 
 def run_ray(workshop: Workshop, words: list[str]) -> None:
@@ -287,8 +281,7 @@ def run_module(workshop: Workshop, words: list[str]) -> None:
 
 def run_pytest(workshop: Workshop, words: list[str]) -> None:
     """`pytest ...`: it finds tests; those that a page chooses run with all others."""
-    found = execute(["forked", "0", "-m", *words, "--collect-only"])
-    assert found.code == 0 and "tests" in found.stdout, found.output
+    succeeded(execute(["forked", "0", "-m", *words, "--collect-only"]), "tests")
 
 
 def run_stop_file(workshop: Workshop, words: list[str]) -> None:

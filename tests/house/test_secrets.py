@@ -4,6 +4,7 @@ import ast
 import gzip
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pretraining.recipe.data import Source
 from pretraining.runtime.console_log import kept_console
 from pretraining.runtime.failures import kept_failure
 from pretraining.runtime.run_folder import RunFolder
+from tests.gear.finished_data import refusal
 from tests.gear.runs import REPOSITORY, SMALL_RECIPE
 
 SECRET = "wJalrXUtnFEMIK7MDENG"
@@ -108,43 +110,38 @@ def test_a_traceback_of_a_command_holds_no_secret(monkeypatch, capsys):
     assert shown.startswith("Traceback") and "ValueError: denied for ***\n" in shown and SECRET not in shown
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "s3://bucket/key@version",
-        "hf://datasets/owner/name@main/file.jsonl",
-        "abfs://container@account.dfs.core.windows.net/runs",
-        "sftp://me@host/data",
-        "https://host:8080/files@v2/data?page=2&version=3",
-        "me@host:/data",
-        "org/model@0123456789abcdef0123456789abcdef01234567",
-        "curl -H 'Authorization: Bearer $TOKEN' https://host/hook?token=$TOKEN",
-        "budget.tokens=5e9",
-        "text/sk-SK-wikipedia-of-2026-05/*.txt",
-        "data.tokenizer=gpt2",
-        "training.hub_token_id=3",
-    ],
-)
+WITHOUT = """
+s3://bucket/key@version
+hf://datasets/owner/name@main/file.jsonl
+abfs://container@account.dfs.core.windows.net/runs
+sftp://me@host/data
+https://host:8080/files@v2/data?page=2&version=3
+me@host:/data
+org/model@0123456789abcdef0123456789abcdef01234567
+curl -H 'Authorization: Bearer $TOKEN' https://host/hook?token=$TOKEN
+budget.tokens=5e9
+text/sk-SK-wikipedia-of-2026-05/*.txt
+data.tokenizer=gpt2
+training.hub_token_id=3
+"""
+
+
+@pytest.mark.parametrize("address", WITHOUT.strip().splitlines())
 def test_addresses_without_a_secret_are_taken_and_shown_whole(address):
     refuse_credentials({"path": [address]}, "r.json")
     assert masked(address) == address
 
 
-SHAPES = [
-    "s3://KEY:SEC/RET@bucket",
-    "https://ghtoken@github.com/me/data",
-    "https://host/x?X-Amz-Signature=abc",
-]
-SHAPES += ["https://host/x?a=1&key=abc", "AKIA" + "ABCD1234" * 2]
+SHAPES = ["s3://KEY:SEC/RET@bucket", "https://ghtoken@github.com/me/data", "https://host/x?a=1&key=abc"]
+SHAPES += ["https://host/x?X-Amz-Signature=abc", "AKIA" + "ABCD1234" * 2]
 SHAPES += [f"{kind}{'a1B2c3D4' * 4}" for kind in ("hf_", "ghp_", "sk-proj-")]
 
 
 @pytest.mark.parametrize("text", SHAPES)
 def test_a_secret_of_a_known_shape_is_refused_at_any_depth(text):
     said = r"^r.json: data.sources.0.path: .*\*\*\*.* holds a credential"
-    with pytest.raises(UserError, match=said) as refused:
-        refuse_credentials({"data": {"sources": [{"path": text}]}}, "r.json")
-    assert text not in str(refused.value)
+    line = refusal(refuse_credentials, {"data": {"sources": [{"path": text}]}}, "r.json")
+    assert re.search(said, line) and text not in line
 
 
 def test_masking_takes_a_time_in_proportion_to_the_text():
@@ -192,9 +189,7 @@ def test_a_tokenizer_or_config_with_code_of_its_own_is_one_line_whatever_is_on_s
     with os.fdopen(read) as answers, monkeypatch.context() as context:
         context.setattr(sys, "stdin", answers)
         for kind in ("AutoConfig", "AutoTokenizer"):
-            with pytest.raises(UserError, match="needs Python code of its own"):
-                load_pretrained(kind, source)
-        with pytest.raises(UserError, match="needs Python code of its own"):
-            save_tokenizer(str(source), tmp_path / "tokenizer")
+            assert "needs Python code of its own" in refusal(load_pretrained, kind, source)
+        assert "needs Python code of its own" in refusal(save_tokenizer, str(source), tmp_path / "tokenizer")
         assert not ran.exists() and answers.read() == "yes\n" * 100
     assert not (tmp_path / "tokenizer").exists()

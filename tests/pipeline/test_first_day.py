@@ -72,11 +72,8 @@ class Day:
         words = [self.moved(word) for word in shlex.split(line)]
         if words[0] != "lm_eval":
             return [str(tasks) if word == "arc_easy,piqa" else word for word in words]
-        return [
-            *("read_line" if word == "arc_easy,piqa" else word for word in words),
-            "--include_path",
-            str(tasks),
-        ]
+        words = ["read_line" if word == "arc_easy,piqa" else word for word in words]
+        return [*words, "--include_path", str(tasks)]
 
     def end_of(self, name: str) -> dict:
         """The newest value of every metric of a run that has ended."""

@@ -147,14 +147,8 @@ def test_two_pods_train_one_run_without_a_shared_disk(workshop, tmp_path, monkey
         asked |= {"world_size": 2, "nodes": 2, "restarts": 0, "folder": ""}
         asked |= dict.fromkeys(("deepspeed", "gpu", "launcher", "publish"), "")
         asked["settings"] += ["report.every_seconds=0.1"]
-        command = [
-            sys.executable,
-            "-m",
-            "tests.gear.pods",
-            f"s3://{BUCKET}/meta",
-            json.dumps(asked),
-            workshop.data,
-        ]
+        command = [sys.executable, "-m", "tests.gear.pods", f"s3://{BUCKET}/meta"]
+        command += [json.dumps(asked), workshop.data]
         variables = {"PET_NNODES": "2:2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
         variables |= {"FLYTE_INTERNAL_EXECUTION_ID": "pods", "TMPDIR": str(tmp_path), **forked_programs()}
         # one machine plays both, and its name leads to itself: torchrun counts nodes in the order of addresses

@@ -81,11 +81,9 @@ def installed(tmp_path_factory) -> Installed:
 
 def test_the_wheel_brings_what_git_keeps(installed):
     """All files of the package and of the folders that it reads, and no other file of the checkout."""
-    tracked = completed(
-        ["git", "ls-files", *FOLDERS, "benchmarks/results", "*.py", "requirements*.txt"]
-    ).stdout
-    ours = {name for name in tracked.splitlines() if "/" not in name or name.startswith(FOLDERS)}
-    ours |= {name for name in tracked.splitlines() if name.startswith("benchmarks/results/")}
+    listed = ["git", "ls-files", *FOLDERS, "benchmarks/results", "*.py", "requirements*.txt"]
+    tracked, brought = completed(listed).stdout.splitlines(), (*FOLDERS, "benchmarks/results/")
+    ours = {name for name in tracked if "/" not in name or name.startswith(brought)}
     ours -= {f"requirements-{name}.txt" for name in ("dev", "flows", "skypilot")}
     names = {name for name in zipfile.ZipFile(installed.wheel).namelist() if ".dist-info/" not in name}
     within = {name if name.startswith("pretraining/") else f"pretraining/repository/{name}" for name in ours}
@@ -117,10 +115,8 @@ def test_two_commands_train_in_an_empty_folder(installed, workshop):
 
 
 def test_plans_and_checks_need_no_checkout(installed, workshop):
-    shown = completed(
-        ["python", "train.py", "--recipe", "124m", "--plan", "--world_size", "1", "--gpu", "H100"]
-    )
     plan = ["--recipe", "124m", "--plan", "--world_size", "1", "--gpu", "H100"]
+    shown = completed(["python", "train.py", *plan])
     assert installed.run("pretraining-train", *plan) == shown.stdout
     best = installed.run("pretraining-plan", "fit", "--recipe", "7b", "--world_size", "8", "--gpu", "H100")
     assert "\ndeepspeed --num_gpus=8 --module pretraining.train \\\n    --recipe 7b" in best
@@ -147,32 +143,23 @@ def test_every_script_has_its_module(script, target):
         assert find_spec(f"pretraining.{installation.MODULES.get(name, name.replace('-', '_'))}")
 
 
-def test_the_module_is_the_command():
-    """`python -m pretraining.train`, as launchers start it, also in a checkout."""
-    words = ["--recipe", "124m", "--plan", "--world_size", "8", "--gpu", "H100"]
-    by_path, by_module = (
-        execute(["python", *how, *words]) for how in (["train.py"], ["-m", "pretraining.train"])
-    )
-    assert by_module.code == 0 and by_module.stdout == by_path.stdout
+INCLUDE = "deepspeed --include node0@node1:0,2 --num_gpus=8"
+ACCELERATE = "accelerate launch --config_file my.yaml"
+TYPED = {
+    "run: python data_prep.py --recipe tiny": "run: pretraining-data-prep --recipe tiny",
+    "run data_prep.py before train.py": "run pretraining-data-prep before pretraining-train",
+    f"{INCLUDE} train.py --recipe 30b": f"{INCLUDE} --module pretraining.train --recipe 30b",
+    f"{ACCELERATE} train.py": f"{ACCELERATE} --module pretraining.train",
+    "with deepspeed, as train.py does": "with deepspeed, as pretraining-train does",
+    "pip install -r requirements-data.txt": "pip install -r {here}/requirements-data.txt",
+    "sbatch launch/slurm.sh": "sbatch {here}/launch/slurm.sh",
+    "recipes/mine.json: no such file": "recipes/mine.json: no such file",
+    "/home/me/train.py: line 3": "/home/me/train.py: line 3",
+    "docs/data.md": "docs/data.md",
+}
 
 
-@pytest.mark.parametrize(
-    "written, typed",
-    {
-        "run: python data_prep.py --recipe tiny": "run: pretraining-data-prep --recipe tiny",
-        "run data_prep.py before train.py": "run pretraining-data-prep before pretraining-train",
-        "deepspeed --include node0@node1:0,2 --num_gpus=8 train.py --recipe 30b": "deepspeed --include "
-        "node0@node1:0,2 --num_gpus=8 --module pretraining.train --recipe 30b",
-        "accelerate launch --config_file my.yaml train.py": "accelerate launch --config_file my.yaml --module "
-        "pretraining.train",
-        "with deepspeed, as train.py does": "with deepspeed, as pretraining-train does",
-        "pip install -r requirements-data.txt": "pip install -r {here}/requirements-data.txt",
-        "sbatch launch/slurm.sh": "sbatch {here}/launch/slurm.sh",
-        "recipes/mine.json: no such file": "recipes/mine.json: no such file",
-        "/home/me/train.py: line 3": "/home/me/train.py: line 3",
-        "docs/data.md": "docs/data.md",
-    }.items(),
-)
+@pytest.mark.parametrize("written, typed", TYPED.items())
 def test_a_wheel_says_what_can_be_typed(written, typed, monkeypatch, tmp_path):
     """Files by their path; a file of the user's own that is called alike keeps its name."""
     (tmp_path / "docs").mkdir()

@@ -82,10 +82,8 @@ def table_row(recipe) -> str:
     full, rates = model_with_defaults(recipe.model), [scientific(recipe.training.learning_rate)]
     if recipe.optimizer.matrix_learning_rate:
         rates.append(f"Muon {scientific(recipe.optimizer.matrix_learning_rate)}")
-    width, layers, heads, positions = (
-        value_of(full, key)
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-    )
+    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    width, layers, heads, positions = (value_of(full, key) for key in keys)
     of_keys = full.get("num_key_value_heads", heads)
     experts = full.get("num_local_experts") or full.get("num_experts")
     tokens = recipe.num_tokens
@@ -162,9 +160,8 @@ def test_every_recipe_has_a_plan_on_one_screen(name):
     plan = build_run_plan(case)
     values = plan.to_dict()
     assert values["steps"] * values["tokens_per_step"] == values["tokens"]
-    batch = (
-        plan.world_size // case.degrees.ranks_per_sample * values["micro_batch"] * values["sequence_length"]
-    )
+    groups = plan.world_size // case.degrees.ranks_per_sample
+    batch = groups * values["micro_batch"] * values["sequence_length"]
     assert plan.accumulation_steps * batch == values["tokens_per_step"]
     for gpu in (None, H200):
         answer = full_plan(case, gpu)
@@ -220,9 +217,8 @@ def test_one_plan_has_one_price():
     assert of_eight.split()[0] == "8" and lasts in of_eight and of_eight.endswith(paid)
     of_verb = dict(line.split("  ", 1) for line in CostVerb().as_text(speed).splitlines())
     assert of_verb["GPU-hours"].strip() == f"{paid} expected" and price in of_verb["at Nebius"]
-    assert f"{price} for the {lasts} expected" in plan_line(
-        judge_plan(build_run_plan(case), Machine(gpu.memory_bytes, gpu, True))
-    )
+    verdict = judge_plan(build_run_plan(case), Machine(gpu.memory_bytes, gpu, True))
+    assert f"{price} for the {lasts} expected" in plan_line(verdict)
 
 
 def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets():
@@ -238,9 +234,8 @@ def test_a_plan_says_what_a_ramp_leaves_over_and_how_few_tokens_a_parameter_gets
 def test_a_plan_of_several_nodes_has_the_disk_and_the_links_of_one():
     """--nodes: their GPUs are fewer than sold with this kind, so that more messages leave them."""
     words = ["train.py", "--recipe", "30b", "--plan", "--world_size", "16", "--gpu", "H200"]
-    full, half = (
-        answer_of(execute(["python", *words, *more, "--json"]).stdout) for more in ([], ["--nodes", "4"])
-    )
+    asked = (["python", *words, *more, "--json"] for more in ([], ["--nodes", "4"]))
+    full, half = (answer_of(execute(command).stdout) for command in asked)
     plan = build_run_plan(setup("30b", 16))
     for answer, nodes in ((full, 2), (half, 4)):
         shared = plan.data_bytes + plan.export_bytes

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from pretraining.planning.__main__ import EPILOG, VERBS, main
 from pretraining.planning.gpus import all_gpus
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import load_recipe
+from tests.gear.finished_data import refusal
 from tests.gear.runs import REPOSITORY
 
 PREFIX = "python -m pretraining.planning "
@@ -30,9 +32,8 @@ def examples() -> list[str]:
     """Every command line that --help shows and that needs no run."""
     shown = [EPILOG, *(verb.EXAMPLES for verb in VERBS.values())]
     lines = [line.strip() for text in shown for line in text.splitlines()]
-    return sorted(
-        {line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX) and "runs/" not in line}
-    )
+    ours = {line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX)}
+    return sorted(line for line in ours if "runs/" not in line)
 
 
 def printed(capsys, words: list[str]) -> str:
@@ -56,12 +57,9 @@ def test_the_examples_of_help_work(line, capsys):
 
 def test_numbers_may_be_written_as_people_do(capsys):
     """7b, 7e9 and 7_000_000_000 are one number."""
-    answers = [
-        asked_json(capsys, "flops", "--parameters", text, "--tokens", "0.14T")
-        for text in ("7b", "7e9", "7_000_000_000")
-    ]
-    assert answers[0]["flops"] == answers[1]["flops"] == answers[2]["flops"]
-    assert answers[0]["flops"]["six_n_total"] == pytest.approx(6 * 7e9 * 140e9)
+    asked = (("flops", "--parameters", text, "--tokens", "0.14T") for text in ("7b", "7e9", "7_000_000_000"))
+    first, second, third = (asked_json(capsys, *words)["flops"] for words in asked)
+    assert first == second == third and first["six_n_total"] == pytest.approx(6 * 7e9 * 140e9)
 
 
 def test_cost_adds_up(capsys):
@@ -87,9 +85,8 @@ def test_all_verbs_say_the_same(words, capsys):
     """Time, tokens, FLOPs, disk, memory and step of one recipe: all verbs agree, in JSON that is JSON."""
 
     def said(verb: str) -> dict:
-        return json.loads(
-            printed(capsys, [verb, "--recipe", *words.split(), "--json"]), parse_constant=pytest.fail
-        )
+        text = printed(capsys, [verb, "--recipe", *words.split(), "--json"])
+        return json.loads(text, parse_constant=pytest.fail)
 
     options = parse_train_arguments(["--recipe", *words.split(), "--plan"])
     recipe = load_recipe(options.recipe, options.set, options.deepspeed)
@@ -120,9 +117,8 @@ def test_all_verbs_say_the_same(words, capsys):
     if fits:  # else it is no way at all, and may be faster
         assert fit["ways"][0]["step_seconds"] <= 1.02 * plan["forecast"]["step"]["seconds"]
     for way in fit["ways"]:
-        if (way["deepspeed"], way["micro_batch"]) == (recipe.deepspeed, recipe.micro_batch) and not (
-            way["every_n_layers"] or recipe.training.activation_checkpointing
-        ):
+        is_chosen = (way["deepspeed"], way["micro_batch"]) == (recipe.deepspeed, recipe.micro_batch)
+        if is_chosen and not (way["every_n_layers"] or recipe.training.activation_checkpointing):
             assert way["step_seconds"] == pytest.approx(plan["forecast"]["step"]["seconds"])
 
 
@@ -204,10 +200,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_one_sentence(line):
-    with pytest.raises(UserError) as caught:
-        main(line.split())
-    assert MISTAKES[line] in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert MISTAKES[line] in refusal(main, line.split())
 
 
 OF_TRAINING = {
@@ -245,9 +238,8 @@ def test_the_search_gives_back_a_command_that_is_a_plan(capsys):
 def test_the_search_keeps_to_the_ds_config_that_is_given(capsys):
     """`--deepspeed` chooses, as it does everywhere; else it says how to see every way that fits."""
     line = ["fit", "--recipe", "7b", "--world_size", "8", "--gpu", "A100"]
-    own, answer, every = (
-        asked_json(capsys, *line, *more) for more in (("--deepspeed", "zero3"), (), ("--all",))
-    )
+    asked = (("--deepspeed", "zero3"), (), ("--all",))
+    own, answer, every = (asked_json(capsys, *line, *more) for more in asked)
     assert {way["deepspeed"] for way in own["ways"]} == {"zero3"} and own["fitting"] < answer["fitting"]
     shown, fitting = len(answer["ways"]), answer["fitting"]
     text = printed(capsys, line)
@@ -268,9 +260,8 @@ def test_the_command_of_the_search_can_be_pasted(capsys, gpus, nodes, each):
     line = ["fit", "--recipe", "124m", *settings, "--world_size", str(gpus), "--gpu", "H100"]
     words = shlex.split(asked_json(capsys, *line)["command"])
     started = {"torchrun", f"--nnodes={nodes}", f"--nproc_per_node={each}"}
-    assert (started if nodes else {"deepspeed", f"--num_gpus={each}"}) <= set(
-        words[: words.index("train.py")]
-    )
+    started = started if nodes else {"deepspeed", f"--num_gpus={each}"}
+    assert started <= set(words[: words.index("train.py")])
     assert [words[place + 1] for place, word in enumerate(words) if word == "--set"][:4] == settings[1::2]
     text = printed(capsys, line)
     assert shlex.split(text[text.index(words[0] + " --") :].replace("\\\n", "")) == words
@@ -282,14 +273,15 @@ def test_laws_say_where_they_are_far_from_what_was_fitted(capsys):
     assert "beware" not in printed(capsys, ["chinchilla", "--parameters", "7b"])
 
 
+def forget() -> None:
+    """Have the tables read anew."""
+    constants.table.cache_clear()
+    all_gpus.cache_clear()
+
+
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
     """A copy of the tables to break; what was read of the real ones is read anew before and after."""
-
-    def forget() -> None:
-        constants.table.cache_clear()
-        all_gpus.cache_clear()
-
     shutil.copytree(constants.TABLES, tmp_path / "tables")
     monkeypatch.setattr(constants, "TABLES", tmp_path / "tables")
     forget()
@@ -319,8 +311,7 @@ ASKED = (
 
 def reads(line: str, name: str) -> bool:
     """Whether a command looks into a table."""
-    constants.table.cache_clear()
-    all_gpus.cache_clear()
+    forget()
     main(line.split())
     hits = constants.table.cache_info().hits
     constants.table(name)
@@ -347,8 +338,7 @@ def test_a_broken_table_is_named_by_file_and_key(name, tables, capsys):
             else:
                 inner[place[-1]] = value
             (tables / f"{name}.json").write_text(json.dumps(broken))
-            constants.table.cache_clear()
-            all_gpus.cache_clear()
+            forget()
             try:
                 constants.table(name)
             except UserError as error:
@@ -365,18 +355,17 @@ def test_a_key_of_no_table_is_named_with_the_nearest(tables):
     """A misspelt key would be read by nobody."""
     text = (tables / "kernels.json").read_text()
     (tables / "kernels.json").write_text(text.replace('"queries"', '"querys"', 1))
-    with pytest.raises(
-        UserError, match=r"forward.querys: unknown key; did you mean .*forward.queries'\?; mend it"
-    ):
-        main(["cost", "--recipe", "7b", "--world_size", "8", "--gpu", "H100"])
+    words = ["cost", "--world_size", "8", "--gpu", "H100"]
+    said = refusal(main, [*words, "--recipe", "7b"])
+    assert re.search(r"forward.querys: unknown key; did you mean .*forward.queries'\?; mend it", said)
     (tables / "kernels.json").write_text(text.replace('"outside"', '"keyz": 1, "outside"', 1))
-    constants.table.cache_clear()
-    with pytest.raises(UserError, match=r"kernels.json: layers.gpt2.eager.keyz: unknown key"):
-        main(["cost", "--recipe", "124m", "--world_size", "8", "--gpu", "H100"])
+    forget()
+    said = "kernels.json: layers.gpt2.eager.keyz: unknown key"
+    assert said in refusal(main, [*words, "--recipe", "124m"])
     (tables / "rates.json").unlink()
-    constants.table.cache_clear()
-    with pytest.raises(UserError, match=r"rates.json: cannot be read"):
-        main(["cost", "--parameters", "7b", "--tokens", "1b", "--world_size", "8", "--gpu", "H100"])
+    forget()
+    sizes = ["--parameters", "7b", "--tokens", "1b"]
+    assert "rates.json: cannot be read" in refusal(main, [*words, *sizes])
 
 
 def test_the_command_exits_with_2_and_loads_nothing_heavy():

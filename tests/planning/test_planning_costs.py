@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.errors import UserError
 from pretraining.planning import scaling_laws as laws
 from pretraining.planning.__main__ import main
 from pretraining.planning.constants import table
@@ -21,6 +20,7 @@ from pretraining.planning.setup import Setup
 from pretraining.planning.sizes import flops_per_token, model_size
 from pretraining.planning.step_time import expected_utilization, step_time
 from pretraining.recipe import load_recipe
+from tests.gear.finished_data import refusal
 from tests.gear.runs import execute
 from tests.planning.test_planning import setup
 
@@ -66,9 +66,8 @@ def test_every_constant_has_a_source():
         assert day.fullmatch(expected[name]["looked_up"])
         assert re.search("assumption|figure", expected[name]["source"])
     of_stages = rates.pop("launch_seconds")
-    assert (
-        day.fullmatch(of_stages["looked_up"]) and "measured by benchmarks/launches.py" in of_stages["source"]
-    )
+    assert day.fullmatch(of_stages["looked_up"])
+    assert "measured by benchmarks/launches.py" in of_stages["source"]
     rates = [entry for name, entry in rates.items() if name not in ("about", "mfu", "sustained", "expected")]
     rates += [expected["memory"], expected["gaps"]]
     for entry in [*rates, *(entry for entries in tables for entry in entries.values())]:
@@ -93,10 +92,8 @@ def test_gpus_are_found_by_the_names_devices_report():
     for each in REPORTED.replace("\n", " ").split("; "):
         reported, _, name = each.partition(": ")
         assert find_gpu(reported).name == name
-    with pytest.raises(UserError, match="H200"):
-        find_gpu("H20")
-    with pytest.raises(UserError, match=r"has no bf16 peak .* it has fp32, fp16"):
-        find_gpu("T4").peak_flops("bf16")
+    assert "H200" in refusal(find_gpu, "H20")
+    assert re.search(r"has no bf16 peak .* it has fp32, fp16", refusal(find_gpu("T4").peak_flops, "bf16"))
 
 
 def test_prices_come_cheapest_first():
@@ -214,10 +211,8 @@ def saves_of(case: Setup) -> CheckpointCost:
 @pytest.mark.parametrize("hours", [1.0, 100.0])
 def test_the_best_checkpoint_interval_loses_least(background, hours):
     """Daly 2006: no other interval loses less; it follows the failures that the recipe expects."""
-    settings = [
-        f"checkpoints.background={str(background).lower()}",
-        f"checkpoints.hours_between_failures={hours}",
-    ]
+    settings = [f"checkpoints.background={str(background).lower()}"]
+    settings.append(f"checkpoints.hours_between_failures={hours}")
     saved = saves_of(setup("30b", 256, *settings))
     best = saved.best_every_seconds
     assert saved.failure_seconds == hours * 3600 and best >= saved.write_seconds
@@ -324,10 +319,8 @@ def test_memory_of_a_layout_by_component():
     assert held(model=gpt).activations == gpt["n_layer"] * tokens * 32 * gpt["n_embd"]
     alone, shared = held(), held(8)
     assert alone.weights_and_gradients + alone.optimizer == 18 * size.total
-    assert (shared.optimizer, shared.weights_and_gradients) == (
-        alone.optimizer / 8,
-        alone.weights_and_gradients,
-    )
+    assert shared.optimizer == alone.optimizer / 8
+    assert shared.weights_and_gradients == alone.weights_and_gradients
     # of recomputed layers the inputs, and one layer's activations
     assert held(recompute=True).activations == 32 * tokens * 2 * 4096 + alone.activations / 32
     assert held(1, 2, 4).activations == alone.activations / 2
@@ -340,9 +333,8 @@ def test_memory_of_a_layout_by_component():
 def test_messages_of_a_layout():
     """Four all-reduces a layer, tensor ranks apart 2 (t - 1) / t; gradients and weights once a step."""
     found = layouts(Cluster(LLAMA, 4096, 1024, 64, H100, 0.6))
-    by_size = {
-        tuple(x[name] for name in ("tensor", "pipeline", "micro_batch", "recompute")): x for x in found
-    }
+    names = ("tensor", "pipeline", "micro_batch", "recompute")
+    by_size = {tuple(each[name] for name in names): each for each in found}
     plain, halves = (SimpleNamespace(**by_size[tensor, 1, 1, False]) for tensor in (1, 2))
     assert plain.tensor_seconds == plain.pipeline_seconds == plain.context_seconds == 0
     message = 2 * 4096 * 4096

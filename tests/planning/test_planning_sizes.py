@@ -20,16 +20,9 @@ def gpt2(layers: int, width: int, heads: int) -> dict:
 
 
 def llama(layers: int, width: int, inner: int, heads: int, key_value_heads: int, vocab_size: int) -> dict:
-    return {
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "tie_word_embeddings": False,
-    }
+    shape = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+    return {"model_type": "llama", "vocab_size": vocab_size, "tie_word_embeddings": False, **shape}
 
 
 MIXTRAL = {**llama(32, 4096, 14336, 32, 8, 32000), "model_type": "mixtral"}

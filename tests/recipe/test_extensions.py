@@ -23,8 +23,9 @@ from pretraining.recipe import RECIPES, load_recipe
 from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.metrics import logged_number
-from tests.gear.runs import REPOSITORY, Run, Workshop, execute
-from tests.house.test_layers import HEAVY, modules_after
+from tests.gear.finished_data import refusal
+from tests.gear.runs import REPOSITORY, Run, Workshop, completed, execute
+from tests.house.test_layers import HEAVY, modules_after_each
 
 PARTS, MODEL = (RECIPES / "features" / "files" / f"own_{name}.py" for name in ("parts", "model"))
 LOGGED_KEYS = REPOSITORY / "tests" / "gear" / "logged_keys.py"
@@ -85,9 +86,7 @@ def test_the_run_folder_repeats_the_run_and_the_export_holds_the_model(runs, tmp
     refused = execute(command)
     assert refused.code == 2 and "own_parts.py: is Python code of the run" in refused.stderr
     command.append("--trust_extensions")
-    finished = execute([*command, "--data_dir", str(workshop.data)])
-    assert finished.code == 0, finished.output
-    measured = json.loads(finished.stdout.splitlines()[-1])
+    measured = json.loads(completed([*command, "--data_dir", workshop.data]).stdout.splitlines()[-1])
     last = runs[0].validation_rows[-1]
     assert measured["accuracy"] == pytest.approx(last["eval/accuracy"], abs=1e-6)
     assert measured["loss"] == pytest.approx(last["eval/loss"], abs=1e-6)
@@ -108,9 +107,8 @@ def test_a_callback_finds_in_the_logs_what_the_page_says(runs):
 
 def test_the_plan_runs_no_module():
     """It reads the source alone: own_parts.py imports torch."""
-    code, modules = modules_after(
-        *["train.py", "--recipe", "features/extensions", "--plan", "--world_size", "2"]
-    )
+    words = ("train.py", "--recipe", "features/extensions", "--plan", "--world_size", "2")
+    ((code, modules),) = modules_after_each(words)
     assert code == 0 and not modules & HEAVY
 
 
@@ -153,24 +151,11 @@ def test_filters_are_found_in_every_worker(written, tmp_path):
         (corpus / f"{number}.txt").write_text(f"text {number}: " + f"words of number {number} " * 200)
     source = "from pretraining import extend\n\n@extend.filter\ndef even(text, by):\n"
     source += "    return int(text.split()[1][:-1]) % by == 0\n"
-    data = {
-        "name": "even",
-        "sources": [{"path": str(corpus)}],
-        "tokenizer": {"train_vocab_size": 280},
-        "validation_share": 0.2,
-        "filters": [{"rule": "callable", "import": "even", "arguments": {"by": 2}}],
-    }
-    command = [
-        "python",
-        "data_prep.py",
-        "--recipe",
-        written(source, data=data),
-        "--data_dir",
-        tmp_path / "data",
-    ]
-    finished = execute([*command, "--executor", "local", "--workers", "2", "--json"])
-    assert finished.code == 0, finished.output
-    answer = json.loads(finished.stdout)
+    data = {"name": "even", "sources": [{"path": str(corpus)}], "tokenizer": {"train_vocab_size": 280}}
+    data |= {"filters": [{"rule": "callable", "import": "even", "arguments": {"by": 2}}]}
+    recipe = written(source, data={**data, "validation_share": 0.2})
+    command = ["python", "data_prep.py", "--recipe", recipe, "--data_dir", tmp_path / "data", "--json"]
+    answer = json.loads(completed([*command, "--executor", "local", "--workers", "2"]).stdout)
     assert answer["train"]["documents"] + answer["validation"]["documents"] == 20
 
 
@@ -184,9 +169,8 @@ WRONG = {
 
 @pytest.mark.parametrize("source", WRONG)
 def test_what_is_wrong_in_a_module_names_file_and_line(written, source):
-    with pytest.raises(UserError) as raised:
-        load_extensions(load_recipe(str(written(source))).extensions)
-    assert WRONG[source] in str(raised.value) and "\n" not in str(raised.value)
+    path = str(written(source))
+    assert WRONG[source] in refusal(lambda: load_extensions(load_recipe(path).extensions))
 
 
 def test_an_exception_while_training_names_file_and_line(written):
@@ -226,9 +210,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_recipe_that_does_not_fit_its_modules_is_refused(written, case):
     source, values, said = REFUSED[case]
-    with pytest.raises(UserError) as raised:
-        load_recipe(str(written(source, **values)))
-    assert said in str(raised.value)
+    assert said in refusal(load_recipe, str(written(source, **values)))
     assert model_extension("llama") is None  # later recipes of this process do not find what was refused
 
 
@@ -254,8 +236,7 @@ def test_a_callback_may_log_tensors_and_numbers_of_numpy():
     values = [torch.tensor(1.5), np.float32(2.5), np.int64(3), "text", None]
     assert [logged_number("train/own", value) for value in values] == [1.5, 2.5, 3, "text", None]
     for value in (torch.ones(2), object()):
-        with pytest.raises(UserError, match="'train/own' is no number"):
-            logged_number("train/own", value)
+        assert "'train/own' is no number" in refusal(logged_number, "train/own", value)
 
 
 def test_an_export_of_a_strangers_run_runs_its_model_alone_and_only_if_it_is_trusted(

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from pretraining.extend import copy_extensions
 from pretraining.recipe import RECIPES, Recipe, accumulation_steps, load_recipe, recipe_schema
 from pretraining.recipe.sections import Weights
 from tests.gear.quality_texts import PROSE
-from tests.gear.runs import Run, execute, made_once
+from tests.gear.runs import Run, completed, made_once
 
 FEATURES = RECIPES / "features"
 PATHS = sorted(path for path in FEATURES.glob("*.json") if path.name not in ("schema.json", "gpt2.json"))
@@ -229,9 +229,7 @@ def prepared(shared, texts):
 
         def make() -> str:
             command = ["forked", "0", "data_prep.py", "--recipe", path, "--data_dir", data]
-            finished = execute([*command, "--executor", "inline", *words])
-            assert finished.code == 0, finished.output
-            return finished.stdout
+            return completed([*command, "--executor", "inline", *words]).stdout
 
         made_once(shared / f"features-{name}.data", make)
         return data
@@ -249,76 +247,45 @@ def feature_run(shared, texts, prepared):
         data = prepared(path, settings)
         words = [word for text in settings for word in ("--set", text)]
         command = ["forked", "0", "train.py", "--recipe", path, "--deepspeed", "null", "--data_dir", data]
-        finished = execute([*command, "--output_dir", output, *words])
-        assert finished.code == 0, finished.output
-        return Run(output, finished)
+        return Run(output, completed([*command, "--output_dir", output, *words]))
 
     return run
 
 
-def _columns(*names: str) -> Callable[[Run], None]:
-    """A check that some row of metrics.jsonl has each of these columns, or columns that begin with it and a slash."""
-
-    def check(run: Run) -> None:
-        found = {key for row in run.rows for key in row}
-        for name in names:
-            assert any(key == name or key.startswith(f"{name}/") for key in found), (name, sorted(found))
-
-    return check
-
-
-def _events(*names: str) -> Callable[[Run], None]:
-    def check(run: Run) -> None:
-        assert set(names) <= {event["event"] for event in run.events}
-
-    return check
-
-
-def _files(*names: str) -> Callable[[Run], None]:
-    def check(run: Run) -> None:
-        for name in names:
-            assert list(run.folder.glob(name)), name
-
-    return check
-
-
-def _digest(run: Run) -> None:
-    """Of the config.json, in the run's recipe.json, from which the same run goes on."""
+def _goes_on_from_its_digest(run: Run) -> None:
+    """That of the config.json, in the run's recipe.json, from which the same run goes on."""
     section = json.loads(run.dir.recipe.read_text())["model"]
     assert section["digest"].startswith("sha256:") and section["hidden_size"] == 96
-    assert load_recipe(str(run.dir.recipe)).origin == {
-        "from": section["from"],
-        "digest": section["digest"],
-    }
+    origin = {key: section[key] for key in ("from", "digest")}
+    assert load_recipe(str(run.dir.recipe)).origin == origin
     assert section["from"] in run.finished.stderr
 
 
 SHOWN = {
-    "alerts": _files("notice.json"),
-    "batch-ramp": _columns("train/tokens", "train/learning_rate"),
-    "checkpoints": _files("checkpoint-3/committed.json"),
-    "continued-pretraining": _events("initial_weights"),
-    "early-stopping": _events("early_stop"),
-    "frozen-layers": _events("initial_weights"),
-    "extensions": _columns("eval/accuracy", "train/loss_average"),
-    "gradient-statistics": _columns("stability/gradient_noise_scale", "stability/gradient_norm"),
-    "mixture": _columns("train/code_loss", "train/stories_loss", "eval/code_loss", "eval/mixture_loss"),
-    "mixture-of-experts": _columns("stability/expert_load"),
-    "mixture-stages": _columns("train/stories_loss"),
-    "own-model": _files("export/own_model.py", "extensions/own_model.py"),
-    "own-validation": _columns("eval/stories_loss", "eval/advice_loss"),
-    "profile": _files("profile/*"),
-    "piecewise": _columns("optimizer/hidden/momentum", "optimizer/hidden/weight_decay"),
-    "published-shape": _digest,
-    "quality": _columns("train/rest_loss", "train/best_loss"),
-    "report": _files("report.html"),
-    "samples": _files("samples.jsonl"),
-    "tasks": _columns("eval/hellaswag/acc_norm", "eval/next_line/acc"),
-    "operations": _files("metrics.prom"),
-    "trackers": _files("tensorboard/*"),
-    "upload": _files("../../features.uploads/upload/checkpoint-3/committed.json"),
+    "alerts": "files notice.json",
+    "batch-ramp": "columns train/tokens train/learning_rate",
+    "checkpoints": "files checkpoint-3/committed.json",
+    "continued-pretraining": "events initial_weights",
+    "early-stopping": "events early_stop",
+    "frozen-layers": "events initial_weights",
+    "extensions": "columns eval/accuracy train/loss_average",
+    "gradient-statistics": "columns stability/gradient_noise_scale stability/gradient_norm",
+    "mixture": "columns train/code_loss train/stories_loss eval/code_loss eval/mixture_loss",
+    "mixture-of-experts": "columns stability/expert_load",
+    "mixture-stages": "columns train/stories_loss",
+    "own-model": "files export/own_model.py extensions/own_model.py",
+    "own-validation": "columns eval/stories_loss eval/advice_loss",
+    "profile": "files profile/*",
+    "piecewise": "columns optimizer/hidden/momentum optimizer/hidden/weight_decay",
+    "quality": "columns train/rest_loss train/best_loss",
+    "report": "files report.html",
+    "samples": "files samples.jsonl",
+    "tasks": "columns eval/hellaswag/acc_norm eval/next_line/acc",
+    "operations": "files metrics.prom",
+    "trackers": "files tensorboard/*",
+    "upload": "files ../../features.uploads/upload/checkpoint-3/committed.json",
 }
-"""What descriptions send a reader to."""
+"""What descriptions send a reader to: columns of metrics.jsonl or what comes before their slash, events, files."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -329,4 +296,13 @@ def test_each_trains_and_shows_what_it_says(feature_run, name):
     run = feature_run(name)
     assert run.dir.last_event("start", "end")["event"] == "end" and run.dir.export.exists()
     assert "base" not in json.loads(run.dir.recipe.read_text())
-    SHOWN.get(name, _columns("train/loss", "eval/loss"))(run)
+    kind, *shown = SHOWN.get(name, "columns train/loss eval/loss").split()
+    columns, events = {key for row in run.rows for key in row}, {event["event"] for event in run.events}
+    found = {
+        "columns": lambda name: any(f"{key}/".startswith(f"{name}/") for key in columns),
+        "events": lambda name: name in events,
+        "files": lambda name: any(run.folder.glob(name)),
+    }
+    assert all(map(found[kind], shown)), (shown, sorted(columns))
+    if name == "published-shape":
+        _goes_on_from_its_digest(run)

@@ -22,7 +22,7 @@ from pretraining.recipe import RECIPES, Recipe, load_recipe
 from pretraining.recipe.fixed_keys import differs_from_published
 from pretraining.reporting.published import curve_of
 from pretraining.training.schedule import own_schedule
-from tests.gear.runs import Run, execute, made_once
+from tests.gear.runs import Run, completed, made_once
 
 FOLDER = RECIPES / "published"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -109,10 +109,8 @@ def test_each_says_what_is_exact_what_differs_and_where_it_is_from(name, tmp_pat
     assert load_recipe(f"published/{name}").to_dict() == recipe.to_dict()
     published = recipe.published
     assert published.run and published.exact and (published.differs or published.unknown)
-    assert all(
-        re.match(r"[\w ':]*((github|huggingface|babylm\.github)\.(com|co|io)|arXiv)", each)
-        for each in published.sources
-    )
+    known = r"[\w ':]*((github|huggingface|babylm\.github)\.(com|co|io)|arXiv)"
+    assert all(re.match(known, each) for each in published.sources)
     assert 80 < len(recipe.description) < 320
     if published.curve:
         curve = json.loads((FOLDER / "curves" / f"{published.curve}.json").read_text())
@@ -124,15 +122,6 @@ def test_a_wrong_name_and_a_missing_curve_are_one_line():
         load_recipe("gpt2-124m-llm")
     with pytest.raises(UserError, match=r"published\.curve: is 'none'.*known are .*pythia-160m"):
         load_recipe("features/gpt2", ["published.curve=none"])
-
-
-def test_a_variant_has_the_base_s_curve_unless_it_is_a_published_run_itself(tmp_path):
-    """One's own experiment is compared with the run that it varies; a later stage with nothing of the first."""
-    stage = load_recipe("olmo3-7b-stage3").published
-    assert stage.curve is None and stage.result is None and stage.run == "OLMo 3 7B, stage 3"
-    variant = tmp_path / "variant.json"
-    variant.write_text(json.dumps({"base": "gpt2-124m-llmc", "description": "x", "training": {"seed": 1}}))
-    assert load_recipe(str(variant)).published.curve == "gpt2-124m-llmc"
 
 
 OTHER_VOCABULARY = ["data.tokenizer=EleutherAI/gpt-neox-20b", "model.vocab_size=50432"]
@@ -162,19 +151,19 @@ def test_a_plan_says_if_a_recipe_that_was_cut_down_is_not_comparable(overrides, 
     assert ", ".join(differs_from_published(json.loads(json.dumps(recipe.to_dict())))) == (differs or "")
 
 
-def test_a_variant_of_a_published_run_is_compared_with_it(tmp_path):
-    """A file with base says in what it is another, unless it is a run of its own."""
-    variant = {"base": "modded-nanogpt-muon", "description": "x", "model": {"num_hidden_layers": 2}}
-    for more, differs in (({}, ["model.num_hidden_layers"]), ({"published": {"run": "mine"}}, [])):
+def test_a_variant_is_compared_with_the_published_run_that_it_varies_unless_it_is_one_itself(tmp_path):
+    """A file with base has its curve and says in what it is another; a later stage has nothing of the first."""
+    stage = load_recipe("olmo3-7b-stage3").published
+    assert stage.curve is None and stage.result is None and stage.run == "OLMo 3 7B, stage 3"
+    variant = {"base": "gpt2-124m-llmc", "description": "x", "model": {"n_layer": 2}}
+    own, named = ({"published": {"run": "mine"}}, [], None), ({}, ["model.n_layer"], "gpt2-124m-llmc")
+    for more, differs, curve in (own, named):
         (tmp_path / "variant.json").write_text(json.dumps(variant | more))
-        assert differs_from_published(load_recipe(str(tmp_path / "variant.json")).to_dict()) == differs
+        recipe = load_recipe(str(tmp_path / "variant.json"))
+        assert (differs_from_published(recipe.to_dict()), recipe.published.curve) == (differs, curve)
     # a damaged recipe.json is no reason to have no report
-    for damaged in (
-        {"published": {"curve": "pythia-70m"}},
-        {"published": {"run": [], "curve": 3}},
-        {"published": 3},
-    ):
-        assert differs_from_published(damaged) == []
+    for damaged in ({"curve": "pythia-70m"}, {"run": [], "curve": 3}, 3):
+        assert differs_from_published({"published": damaged}) == []
 
 
 def test_the_index_names_each():
@@ -261,27 +250,21 @@ def schedule_of(recipe: Recipe) -> Callable[[float], float]:
     load_extensions(recipe.extensions)
     if (own := own_schedule(recipe, recipe.num_steps)) is not None:
         return own
-    training = recipe.training_keywords
-    optimizer = SGD([Parameter(zeros(1))], lr=training.learning_rate)
-    return get_scheduler(
-        training.lr_scheduler_type,
-        optimizer,
-        recipe.warmup_steps(recipe.num_steps),
-        recipe.num_steps,
-        training.lr_scheduler_kwargs,
-    ).lr_lambdas[0]
+    training, steps = recipe.training_keywords, recipe.num_steps
+    optimizer, lengths = (
+        SGD([Parameter(zeros(1))], lr=training.learning_rate),
+        (recipe.warmup_steps(steps), steps),
+    )
+    kind, keywords = training.lr_scheduler_type, training.lr_scheduler_kwargs
+    return get_scheduler(kind, optimizer, *lengths, keywords).lr_lambdas[0]
 
 
 @pytest.mark.parametrize("name", RATES)
 def test_rates_are_those_of_the_published_formula(name):
     """At twenty steps: the first, both sides of every bend, the last, and others between."""
     recipe = load_recipe(name)
-    ours, theirs, last, rising = (
-        schedule_of(recipe),
-        RATES[name],
-        recipe.num_steps,
-        recipe.warmup_steps(recipe.num_steps),
-    )
+    ours, theirs, last = schedule_of(recipe), RATES[name], recipe.num_steps
+    rising = recipe.warmup_steps(last)
     bends = [0, 1, rising // 2, max(0, rising - 1), rising, rising + 1, last - 2, last - 1]
     steps = sorted({*bends, *(last * k // 20 for k in range(1, 20))})
     peak = recipe.training.learning_rate
@@ -321,20 +304,8 @@ def published_run(shared, workshop):
     limit = ["--set", "budget.tokens_per_step=256", "--limit_tokens", str(256 * STEPS)]
 
     def prepare() -> str:
-        command = [
-            "forked",
-            "0",
-            "data_prep.py",
-            "--recipe",
-            NAMES[0],
-            "--data_dir",
-            data,
-            "--executor",
-            "inline",
-        ]
-        finished = execute([*command, *on_data, *limit])
-        assert finished.code == 0, finished.output
-        return finished.stdout
+        command = ["forked", "0", "data_prep.py", "--recipe", NAMES[0], "--data_dir", data]
+        return completed([*command, "--executor", "inline", *on_data, *limit]).stdout
 
     def run(name: str) -> Run:
         made_once(shared / "published.prepared", prepare)
@@ -352,9 +323,7 @@ def published_run(shared, workshop):
         words = [*on_data, *(word for text in settings for word in ("--set", text))]
         command = ["forked", "0", "train.py", "--recipe", name, "--deepspeed", "null", "--data_dir", data]
         output = shared / "published" / name
-        finished = execute([*command, "--output_dir", output, *words, *limit])
-        assert finished.code == 0, finished.output
-        return Run(output, finished)
+        return Run(output, completed([*command, "--output_dir", output, *words, *limit]))
 
     return run
 

@@ -88,11 +88,8 @@ def test_the_image_is_no_roots_and_takes_a_command():
     assert STEPS[-1][0] == "CMD" and of("USER") == ["10001:10001"]
     after = STEPS[STEPS.index(("USER", "10001:10001")) :]
     assert "RUN" not in dict(after) and "COPY" not in dict(after)
-    (command,) = ast.literal_eval(of("CMD")[0])
-    assert command in PROJECT["project"]["scripts"] and ast.literal_eval(of("ENTRYPOINT")[0]) == [
-        "tini",
-        "--",
-    ]
+    (command,), entry = (ast.literal_eval(of(name)[0]) for name in ("CMD", "ENTRYPOINT"))
+    assert command in PROJECT["project"]["scripts"] and entry == ["tini", "--"]
     jobs = yaml.safe_load_all((REPOSITORY / "launch" / "kubernetes" / "jobset.yaml").read_text())
     pod = next(jobs)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["securityContext"] == {"runAsNonRoot": True}
@@ -165,9 +162,8 @@ class Root:
             place = self.folder / target.strip("/")
             place.mkdir(parents=True, exist_ok=True)
             names = completed(["git", "ls-files"]).stdout.splitlines() if sources == ["."] else sources
-            for found in (
-                path for name in names for path in REPOSITORY.glob(name) if sent(name) or "*" in name
-            ):
+            sources = [name for name in names if sent(name) or "*" in name]
+            for found in (path for name in sources for path in REPOSITORY.glob(name)):
                 copied = place / found.relative_to(REPOSITORY)
                 copied.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(found, copied)

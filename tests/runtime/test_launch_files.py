@@ -54,9 +54,8 @@ def test_pods_of_kubernetes_have_what_a_run_needs(jobset):
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     variables = {each["name"]: each["value"] for each in container["env"]}
-    assert {job["parallelism"], job["completions"], budget["spec"]["minAvailable"]} == {
-        int(variables["NODES"])
-    }
+    nodes = {job["parallelism"], job["completions"], budget["spec"]["minAvailable"]}
+    assert nodes == {int(variables["NODES"])}
     assert budget["spec"]["selector"]["matchLabels"] == job["template"]["metadata"]["labels"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == variables["GPUS"]
     volumes = {each["name"]: each["emptyDir"] for each in pod["volumes"]}
@@ -65,9 +64,8 @@ def test_pods_of_kubernetes_have_what_a_run_needs(jobset):
     assert container["envFrom"] == [{"secretRef": {"name": "object-store"}}]
     assert not [name for name in variables if re.search("KEY|TOKEN|SECRET", name)]
     network = jobset["spec"]["network"]
-    assert (
-        f"--master_addr={jobset['metadata']['name']}-node-0-0.{network['subdomain']} " in container["args"][0]
-    )
+    first = f"{jobset['metadata']['name']}-node-0-0.{network['subdomain']}"
+    assert f"--master_addr={first} " in container["args"][0]
 
 
 def test_the_hook_before_a_pod_stops_leaves_a_stop_file(jobset, tmp_path):
@@ -121,15 +119,6 @@ def check_command(command: list[str], variables: dict[str, str], folder: Path, u
     found = (read.nnodes, read.node_rank, read.nproc_per_node, read.module, read.training_script)
     assert found == ("2", 1, "8", True, "pretraining.train")
     assert read.master_addr and read.master_port
-    plan = [
-        "python",
-        "-m",
-        read.training_script,
-        *read.training_script_args,
-        "--plan",
-        "--world_size",
-        "16",
-        "--json",
-    ]
-    completed(plan)
+    plan = ["--plan", "--world_size", "16", "--json"]
+    completed(["python", "-m", read.training_script, *read.training_script_args, *plan])
     assert f"checkpoints.upload={upload}" in read.training_script_args

@@ -14,6 +14,7 @@ from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.exit_codes import OF_RANKS
 from pretraining.runtime.notices import notices
 from pretraining.runtime.run_folder import RunFolder
+from tests.gear.finished_data import refusal
 from tests.gear.runs import execute
 from tests.gear.served import Served
 
@@ -160,9 +161,8 @@ def test_what_cannot_be_notified_is_one_line(tmp_path, notify, said):
     """Where and what to do; a secret that was written into the recipe is not repeated."""
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"base": "features/gpt2", "description": "d", "monitors": {"notify": notify}}))
-    with pytest.raises(UserError) as error:
-        load_recipe(str(path))
-    assert said in str(error.value) and "sesame" not in str(error.value)
+    line = refusal(load_recipe, str(path))
+    assert said in line and "sesame" not in line
 
 
 def test_a_variable_that_is_not_set_refuses_the_run(workshop, tmp_path):

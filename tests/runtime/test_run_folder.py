@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -26,6 +25,7 @@ from pretraining.recipe import load_recipe
 from pretraining.runtime.durable_files import append_row, one_line_disk_errors
 from pretraining.runtime.lock import lock_folder
 from pretraining.runtime.run_folder import RunFolder, read_events, step_of_event
+from tests.gear.finished_data import refusal
 from tests.gear.runs import Run, committed, completed, contents, execute
 from tests.gear.small_checkpoints import identity_of, save
 
@@ -60,10 +60,8 @@ def test_a_start_says_in_three_lines_what_it_is_where_it_begins_and_what_is_plan
     saved = f"saved {when} by 1 rank, zero3 on {socket.gethostname()}"
     done = "step 141 of 1,000, 288,768 tokens seen"
     assert start == f"start  continued from checkpoint-141 ({saved}): {done}"
-    assert re.search(
-        r" MB of 80.0 GB .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$.* \(estimated from assumed rates\)",
-        planned,
-    )
+    said = r" MB of 80.0 GB .* for what is left at [\d,]+ tokens/s, MFU \d+%, \$.* \(estimated from assumed rates\)"
+    assert re.search(said, planned)
     balances = {"auto": "a balancing loss, router_aux_loss_coef 0.01", "none": "not balanced"}
     for asked, balance in balances.items():
         mixture = replace(first, recipe=load_recipe("moe-1.5b", [f"loss.balance={asked}"]))
@@ -99,8 +97,7 @@ def test_the_lock_of_a_killed_run_is_free(tmp_path):
             os._exit(lock.fileno())
     worker = int(os.read(reader, 20))
     try:
-        with pytest.raises(UserError, match=f"process {holder} on "):
-            lock_folder(tmp_path, patience_seconds=0.2)
+        assert f"process {holder} on " in refusal(lock_folder, tmp_path, patience_seconds=0.2)
     finally:
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
@@ -126,14 +123,12 @@ def test_a_run_folder_that_is_removed_meanwhile_is_one_line(tmp_path):
             (folder / "sub" / "metrics.jsonl").open("a")
 
 
-@pytest.fixture
-def small_disk(disk_of) -> Path:
-    """It holds one checkpoint of the small recipe, not two."""
-    return disk_of("2800k")
+def test_a_full_disk_costs_no_checkpoint(workshop, disk_of):
+    """Foreseen; forced, one line that says so; with more room it goes on from what was committed.
 
-
-def test_a_full_disk_costs_no_checkpoint(workshop, small_disk):
-    """Foreseen; forced, one line that says so; with more room it goes on from what was committed."""
+    On one that is read-only no run begins.
+    """
+    small_disk = disk_of("2800k")  # one checkpoint of the small recipe, not two
     output = small_disk / "run"
     command = workshop.command(output, *PLAIN)
     assert "there is room for" in last_line(execute(command)) and not output.exists()
@@ -143,22 +138,18 @@ def test_a_full_disk_costs_no_checkpoint(workshop, small_disk):
     subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
     completed(command)
     assert Run(output).losses == workshop.plain().losses
-
-
-def test_a_disk_that_is_read_only(workshop, small_disk):
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    line = last_line(execute(workshop.command(small_disk / "run", *PLAIN)))
-    assert line.startswith(f"error: {small_disk / 'run'}: Read-only file system; choose a folder")
+    line = last_line(execute(workshop.command(small_disk / "another", *PLAIN)))
+    assert line.startswith(f"error: {small_disk / 'another'}: Read-only file system; choose a folder")
 
 
 def test_a_file_where_a_folder_is_wanted(workshop, tmp_path):
     """--output_dir and --data_dir: one line that names it, and it stays."""
     file = tmp_path / "notes.txt"
     file.write_text("mine")
-    assert str(file) in last_line(execute(workshop.command(file, *PLAIN)))
-    assert str(file) in last_line(
-        execute([sys.executable, "train.py", *workshop.options("--data_dir", file)])
-    )
+    train = ["forked", "0", "train.py", *workshop.options("--data_dir", file)]
+    for command in (workshop.command(file, *PLAIN), train):
+        assert str(file) in last_line(execute(command))
     assert file.read_text() == "mine"
 
 
@@ -182,13 +173,8 @@ def test_a_folder_of_other_files_is_refused_and_stays_as_it_is(workshop, tmp_pat
 def test_files_beside_those_of_a_run_are_no_matter(tmp_path):
     """A run may begin beside notes, and goes on over what a start of its own has left before its recipe was written."""
     run = RunFolder(tmp_path / "small")
-    for name in (
-        "notes.txt",
-        "checkpoint-8-good/x",
-        f"checkpoint-4/{ON_ITS_WAY}",
-        "checkpoint-4/half",
-        "weights-x/y",
-    ):
+    theirs = ("notes.txt", "checkpoint-8-good/x", "weights-x/y")
+    for name in (*theirs, f"checkpoint-4/{ON_ITS_WAY}", "checkpoint-4/half"):
         file = run.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("")
@@ -196,13 +182,11 @@ def test_files_beside_those_of_a_run_are_no_matter(tmp_path):
     refuse_foreign_files(run)
     run.report.write_text("")
     run.weights(2).mkdir()
-    with pytest.raises(UserError, match=r"report\.html and 1 more would be written over"):
-        refuse_foreign_files(run)
+    assert "report.html and 1 more would be written over" in refusal(refuse_foreign_files, run)
     run.add_event("upload_unreachable")
     refuse_foreign_files(run)
     run.export.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="export: is a link or a file where the run makes a folder"):
-        refuse_foreign_files(run)
+    assert "export: is a link or a file where the run makes a folder" in refusal(refuse_foreign_files, run)
 
 
 def test_what_transformers_refuses_is_one_line_and_leaves_nothing(workshop, tmp_path):
@@ -272,12 +256,8 @@ def test_rows_that_no_run_wrote_are_passed_over(tmp_path):
     with run.events.open("ab") as file:
         file.write(b"[1]\n\xff\xfe\n")
     assert run.last_event("end") == {"event": "end"}
-    assert step_of_event({"checkpoint": "checkpoint-12"}) == 12
-    assert (
-        step_of_event({"checkpoint": "checkpoint-" + "9" * 400})
-        is step_of_event({"checkpoint": "checkpoint-\u00b2"})
-        is None
-    )
+    for number, step in {"12": 12, "9" * 400: None, "\u00b2": None}.items():
+        assert step_of_event({"checkpoint": f"checkpoint-{number}"}) == step
     append_row(run.events, {"event": "save", "blocked_seconds": "long"})
     assert "save" not in [each.get("event") for each in read_events(run.events)]
 

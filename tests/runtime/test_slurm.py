@@ -15,11 +15,8 @@ SEED = SMALL_RECIPE["training"]["seed"]
 
 def words_of_a_node(folder: Path, job: int, **variables: str) -> list[str]:
     """What `torchrun` is given on a node, by the script itself; SLURM's programs and Python are left out."""
-    for name, text in {
-        "scontrol": "echo node1",
-        "srun": 'shift 2; exec "$@"',
-        "python": 'printf "%s\\n" "$@"',
-    }.items():
+    programs = {"scontrol": "echo node1", "srun": 'shift 2; exec "$@"', "python": 'printf "%s\\n" "$@"'}
+    for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
     own = {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
@@ -33,10 +30,8 @@ def test_a_job_that_is_queued_again_meets_anew(tmp_path):
     """Each start of a job has an id of its own, and each job a port, which is not DeepSpeed's or torch's default."""
 
     def met(job: int, **variables: str) -> tuple[str, str]:
-        words = words_of_a_node(tmp_path, job, **variables)
-        return tuple(
-            next(word for word in words if word.startswith(f"--rdzv_{name}=")) for name in ("id", "endpoint")
-        )
+        words, names = words_of_a_node(tmp_path, job, **variables), ("--rdzv_id=", "--rdzv_endpoint=")
+        return tuple(next(word for word in words if word.startswith(name)) for name in names)
 
     (first, place), (again, same) = met(4711), met(4711, SLURM_RESTART_COUNT="2")
     assert (first, again) == ("--rdzv_id=4711-0", "--rdzv_id=4711-2") and place == same
@@ -86,8 +81,7 @@ def test_a_lost_node_costs_the_job_no_step(workshop: Workshop, tmp_path):
             slurm.wait_for_jobs()
     log = (tmp_path / "job.log").read_text()
     starts = [event for event in run.events if event["event"] in ("start", "resume")]
-    assert [(event["event"], event["world_size"]) for event in starts] == [("start", 2), ("resume", 2)], log[
-        -6000:
-    ]
+    kinds = [(event["event"], event["world_size"]) for event in starts]
+    assert kinds == [("start", 2), ("resume", 2)], log[-6000:]
     assert run.losses == pytest.approx(reference.losses, abs=1e-6)
     assert run.events[-1]["event"] == "end" and starts[1]["step"] >= 4

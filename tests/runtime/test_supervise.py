@@ -68,9 +68,8 @@ def scripted(folder: Path, *codes: str) -> list[str]:
 )
 def test_what_is_started_again(tmp_path, codes, expected):
     """Restarts are counted for the run; the code is what a rank told, else the launcher's."""
-    assert (
-        supervise.main(["--restarts", str(max(2, len(codes) - 1)), *scripted(tmp_path, *codes)]) == expected
-    )
+    restarts = str(max(2, len(codes) - 1))
+    assert supervise.main(["--restarts", restarts, *scripted(tmp_path, *codes)]) == expected
     assert (tmp_path / "starts").read_text().split() == [str(number) for number in range(len(codes))]
 
 
