@@ -38,6 +38,14 @@ class Condition(Section):
     not_among: list | None = key(default=None, schema=_VALUES, omitted=True)
     """Values, of which it is none."""
 
+    def check_together(self, at: str) -> Wrong:
+        """Some number is in the range."""
+        if None not in (self.at_least, self.at_most) and self.at_least > self.at_most:
+            yield (
+                f"{at}.at_least",
+                f"is {self.at_least:g}, more than {at}.at_most {self.at_most:g}: no row would be read",
+            )
+
     def holds(self, row: dict) -> bool:
         value = row.get(self.field)
         if self.field not in row:
@@ -327,6 +335,9 @@ class Data(Section):
         for place, source in self.text_origins:
             if source.format is not None and source.path is None:
                 yield f"{place}.format", "goes with path, whose files it is about; leave it out"
+            for name in ("config", "split", "revision"):
+                if source.dataset is None and getattr(source, name) != getattr(type(source), name):
+                    yield f"{place}.{name}", "goes with dataset, whose text it chooses; leave it out"
             if source.keep is not None and (source.path is None) == (source.dataset is None):
                 yield f"{place}.keep", "asks for fields, and this text has none; leave it out"
             elif source.keep is not None and source.format is not None:

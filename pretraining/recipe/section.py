@@ -119,8 +119,11 @@ class Section:
         """Yield what is wrong with the sections inside this one, then with this one. at: its dotted key."""
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, Section):
-                yield from value.check(f"{at}.{each.name}")
+            place = f"{at}.{each.name}"
+            inside = enumerate(value) if isinstance(value, list) else ()
+            for where, section in [(place, value), *((f"{place}.{number}", part) for number, part in inside)]:
+                if isinstance(section, Section):
+                    yield from section.check(where)
         yield from self.check_together(at)
 
     def check_together(self, at: str) -> Iterable[tuple[str, str]]:

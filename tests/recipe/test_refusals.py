@@ -63,6 +63,10 @@ data.validation_share=1.5
     it must be less than 1
 data.sources.0.path=x.txt
     needs exactly one of builtin, path, dataset
+'data.sources=[{"path": "x.jsonl", "split": "test"}]'
+    data.sources.0.split: goes with dataset, whose text it chooses
+'data.sources=[{"path": "x.jsonl", "keep": [{"field": "score", "at_least": 4, "at_most": 3}]}]'
+    at_least: is 4, more than data.sources.0.keep.0.at_most 3: no row would be read
 data.sources.3.path=x
     data.sources is a list of 1
 budget.tokens.x=1
