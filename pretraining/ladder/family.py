@@ -33,6 +33,7 @@ from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import own_key, value_of
 from pretraining.recipe.optimizer import FAMILIES, RULES
+from pretraining.recipe.piecewise import shrunk
 from pretraining.recipe.refusals import checked_ds_config
 from pretraining.recipe.training import DECAYING
 from pretraining.runtime.durable_files import read_rows, write_json
@@ -250,7 +251,8 @@ def _member(
         rate *= inside ** law["learning_rate"]["parameters"]
     # steps, over the recipe's
     steps = middle * target.samples_per_step / own
-    _scale_rates(values, rate * factors[0], 1 / (rate * steps))
+    decays = {"rate": 1 / (rate * steps), "share": 1 / steps, "one": 1 / steps}
+    scale_rates(values, rate * factors[0], decays)
     total = tokens * target.num_tokens / (samples * target.sequence_length)
     training = target.training_keywords
     decay, falling = DECAY, DECAY_SHARE
@@ -262,6 +264,9 @@ def _member(
     falls = max(1, round(first * falling / (1 - falling)))
     warm_up = max(LEAST_WARM_UP, target.warmup_steps(target.num_steps) / target.num_steps)
     unit = samples * target.sequence_length
+    for group in values["optimizer"]["groups"]:
+        for name in {"weight_decay", "momentum"} & group.keys():
+            group[name] = shrunk(group[name], (first + falls) * doublings / target.num_steps)
     for section, keys in QUIET.items():
         values[section] |= keys
     values["budget"] |= {"tokens": (first + falls) * doublings * unit, "tokens_per_step": unit}
@@ -293,13 +298,19 @@ def _whole_batch(wanted: float, target: Recipe, world_size: int) -> int:
     return max(1, round(wanted / unit)) * unit
 
 
-def _scale_rates(values: dict, rate: float, decay: float) -> None:
-    """Multiply every rate and every weight decay that is a number; rounded, so that a recipe can be read."""
-    places = [values["training"], values["optimizer"], *values["optimizer"]["groups"]]
-    for place, (key, factor) in product(places, (("learning_rate", rate), ("weight_decay", decay))):
-        for name in (key, f"matrix_{key}", f"embedding_{key}"):
-            if isinstance(place.get(name), int | float):
-                place[name] = float(f"{place[name] * factor:.4g}")
+def scale_rates(values: dict, rate: float, decays: dict[str, float]) -> None:
+    """Multiply every rate and every weight decay, points included; rounded, so that a recipe can be read.
+
+    decays: the factor of a decay, by what it is multiplied with in a step (`decay_times`).
+    """
+    for place in (values["training"], values["optimizer"], *values["optimizer"]["groups"]):
+        decay = decays[place.get("decay_times") or "rate"]
+        for key, factor in (("learning_rate", rate), ("weight_decay", decay)):
+            for name in (key, f"matrix_{key}", f"embedding_{key}"):
+                if isinstance(given := place.get(name), int | float):
+                    place[name] = float(f"{given * factor:.4g}")
+                elif given:
+                    place[name] = [[at, float(f"{value * factor:.4g}"), *way] for at, value, *way in given]
 
 
 # The runs of a ladder: what each takes, training those that are not finished, and what the finished ones measured.

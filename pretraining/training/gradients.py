@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from pretraining.errors import UserError
 from pretraining.recipe import Recipe
 from pretraining.runtime.process_group import sum_over_ranks
 from pretraining.runtime.run_folder import RunFolder
@@ -501,3 +502,13 @@ class LogitClip(TrainerCallback):
             for name, part in self.parts.get(id(tensor), ()) if tensor.grad is not None else ():
                 factor = self.factors[name][part.first : part.first + part.num_units].to(tensor)
                 part.of(tensor.view(-1)).mul_(factor if part.are_columns else factor[:, None])
+
+
+def refuse_frozen_projections(model: PreTrainedModel) -> None:
+    """Raise `UserError` if `LogitClip` could not shrink all that it must, because `model.frozen` names some of it."""
+    units = attention_logits.clipped_units(model)
+    if frozen := [
+        name for name, each in model.named_parameters() if name in units and not each.requires_grad
+    ]:
+        what = f"is set, and {frozen[0]} is frozen (model.frozen): its logits could not be clipped"
+        raise UserError(f"optimizer.qk_clip: {what}; set it to null, or train that")

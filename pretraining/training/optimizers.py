@@ -114,9 +114,10 @@ def build_optimizer(
     `scales_of` finds for a name (muP). Vectors are not decayed unless a row says so.
     """
     kinds, layouts = kinds_of(model), hidden_matrices(model, settings.per_head)
-    trained = dict(model.named_parameters())
+    parameters_of = dict(model.named_parameters())
     is_muon = settings.name == "muon"
-    scales = scales_of(list(kinds), rule=settings.scale if is_muon else "adamw")
+    # of all names: a head that is frozen is no tied one
+    scales = scales_of(list(parameters_of), rule=settings.scale if is_muon else "adamw")
     places, alike = list(dict.fromkeys(HOMES.values())), {}
     # sorting is stable: a group's parameters stay in the model's order
     for name, kind in sorted(kinds.items(), key=lambda each: places.index(HOMES[each[1]])):
@@ -139,7 +140,7 @@ def build_optimizer(
         label = named[-1].names or kind if named else HOMES[kind]
         each = scales.get(name, Scales())
         key = json.dumps([HOMES[kind], label, values, each.rate, each.decay, each.epsilon])
-        alike.setdefault(key, (label, values, each, []))[-1].append(trained[name])
+        alike.setdefault(key, (label, values, each, []))[-1].append(parameters_of[name])
     groups, counts = [], Counter()
     for label, values, scale, parameters in alike.values():
         counts[label] += 1

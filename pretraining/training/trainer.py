@@ -39,7 +39,7 @@ from pretraining.runtime.processes import ignore_in_worker, kill_workers
 from pretraining.runtime.run_folder import is_validated
 from pretraining.training import optimizers
 from pretraining.training.arguments import training_refusals
-from pretraining.training.gradients import Clipping, LogitClip
+from pretraining.training.gradients import Clipping, LogitClip, refuse_frozen_projections
 from pretraining.training.monitors import RunMonitors, SettledCollector, notify
 from pretraining.training.muon import Muon
 from pretraining.training.schedule import follow_run, own_schedule
@@ -120,6 +120,7 @@ class PretrainingTrainer(OpenTrainer):
                 Clipping(recipe),
             ]
             if recipe.optimizer.qk_clip:
+                refuse_frozen_projections(model)
                 callbacks.append(LogitClip(recipe.optimizer.qk_clip))
             if recipe.speed.bf16_decay:
                 callbacks.append(optimizers.Bf16InDecay(recipe, self.progress.schedule_place))

@@ -145,3 +145,15 @@ def test_groups_are_told_with_their_rates(arguments):
     assert any(line.startswith("norms and biases") and "rate 0.00125" in line for line in lines), "final norm"
     total = sum(int(line.split("tensors, ")[1].split(" ")[0].replace(",", "")) for line in lines)
     assert total == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_head_is_no_tied_one(frozen, arguments):
+    """The head holds the multiplier of the logits, trained or not; of a tied one the norm before it holds it."""
+    section = {**MODELS["llama"], "tie_word_embeddings": False}
+    model = build_model(section, TOKENIZER, arguments, mup=BASE)
+    model.lm_head.weight.requires_grad_(not frozen)
+    groups = our_optimizer(model, section, BASE).param_groups
+    assert [
+        group["lr"] for group in groups if any(each is model.model.norm.weight for each in group["params"])
+    ] == [RATE]

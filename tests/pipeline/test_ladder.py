@@ -13,7 +13,7 @@ import pytest
 from pretraining.ladder import climb
 from pretraining.ladder.__main__ import main
 from pretraining.ladder.answers import answer_of, as_text, best_size, compare, fitted, ladder_payload
-from pretraining.ladder.family import width_for
+from pretraining.ladder.family import scale_rates, width_for
 from pretraining.ladder.fit import best_values, fit_loss, fit_score
 from pretraining.planning.__main__ import main as plan_main
 from pretraining.planning.ladder import DECAYED, FILE, STABLE, matmul_parameters, read_ladder
@@ -458,3 +458,16 @@ def test_a_width_is_found_at_once(tmp_path):
     written_ladder(tmp_path)
     kept = read_ladder(str(tmp_path))
     assert best_size(kept, target, 1e25)["at_the_end"] and not best_size(kept, target, 3e14)["at_the_end"]
+
+
+def test_decays_that_are_not_multiplied_with_the_rate_go_with_the_steps_alone():
+    """Each forgets the same share of the weights in a run; points move with the run, and their values too."""
+    group = {"weight_decay": 0.1, "momentum": [[0, 0.85], [300, 0.95]]}
+    values = {
+        "training": {"weight_decay": 0.1, "learning_rate": 0.01},
+        "optimizer": {"groups": [{**group, "decay_times": "one"}, {"weight_decay": [[0, 0.1], ["end", 0]]}]},
+    }
+    scale_rates(values, 0.5, {"rate": 8.0, "share": 4.0, "one": 4.0})
+    assert values["training"] == {"weight_decay": 0.8, "learning_rate": 0.005}
+    one, points = values["optimizer"]["groups"]
+    assert one["weight_decay"] == 0.4 and points["weight_decay"] == [[0, 0.8], ["end", 0.0]]
