@@ -56,11 +56,10 @@ if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:
 LAUNCHING = """
     stream_order first_day wheel slurm hostfile readme planning_memory one_curve curve compiling roofline layouts
     vocabulary_parallel fleet own_disks doctor_cluster chaos healing loss
-    refusals sweep bad_input schedule_free averages muon nothing_lost saved_first reshard model one_loss
+    refusals sweep bad_input averages muon nothing_lost saved_first reshard model one_loss
     uploaded_run other_models trackers pipeline flows ray stopping clipping groups activations document_masking
     batch_ramp branch while_preparing given_weights wide_weights extensions reporting run_folder features export
-    loss_scale scores schedules launchers throughput ladder report_page served_page operations
-    checkpoint_export early_stopping
+    loss_scale scores schedules launchers throughput ladder report_page served_page operations checkpoint_export
     background_saving gradient_monitors balance gate notices console_log rehearsal postmortem ranks_apart
 """
 

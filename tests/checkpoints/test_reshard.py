@@ -9,9 +9,9 @@ from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from tests.gear.runs import Run, completed, execute, refused, way
 from tests.model.test_layouts import LAYERS, MIXTURE, NO_NOISE_SCALE
 from tests.model.test_mup import MUP
+from tests.training.test_averages import SCHEDULE_FREE
 from tests.training.test_curve import column
 from tests.training.test_muon import EVERY_FLAG
-from tests.training.test_schedule_free import SETTINGS as SCHEDULE_FREE
 
 GOES_ON = {
     # shrinking and growing, sharded and not, offloaded and not

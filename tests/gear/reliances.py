@@ -74,7 +74,7 @@ transformers test_checkpoints.py
     transformers.Trainer._save_checkpoint(self, model, trial)
 transformers test_schedules.py
     transformers.Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)
-transformers test_early_stopping.py
+transformers test_stopping.py
     transformers.Trainer._run_epoch(self, model, epoch, train_dataloader, steps_in_epoch,
         num_update_steps_per_epoch, trial, ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained,
         steps_trained_in_current_epoch)

@@ -2,7 +2,7 @@
 
 import re
 
-from pretraining.recipe.model import EXPERTS, LOGIT_CAP
+from pretraining.recipe.model import EXPERTS, LOGIT_CAP, known_types
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"max_position_embeddings": 32, "intermediate_size": 48, "num_key_value_heads": 2}
@@ -33,8 +33,9 @@ MIXTURES = {
 """The same, of four layers."""
 
 
-def measurable(name: str, entry: dict) -> dict:
+def measurable(name: str, entry: dict | None = None) -> dict:
     """A small model section in which nothing is random, and windows, caps and scales are felt; logits have no cap."""
+    entry = entry or known_types()[name]
     properties = entry["properties"]
     model = small(name, entry, num_hidden_layers=4 if any(key in properties for key in EXPERTS) else 2)
     if "first_k_dense_replace" in properties:

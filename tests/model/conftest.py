@@ -1,8 +1,11 @@
 """What tests of models build and count with."""
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 from transformers import TrainingArguments
 
+from pretraining.model import cross_entropy
 from pretraining.planning.shapes import count_model, parameter_tensors, widths_of
 from pretraining.planning.sizes import model_size
 
@@ -10,6 +13,21 @@ from pretraining.planning.sizes import model_size
 @pytest.fixture
 def arguments(tmp_path) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, seed=7)
+
+
+@pytest.fixture
+def nothing_compiled():
+    """Graphs are counted from here on."""
+
+    def forget() -> None:
+        torch._dynamo.reset()
+        counters.clear()
+        cross_entropy._can_compile.cache_clear()
+        cross_entropy._compiled.cache_clear()
+
+    forget()
+    yield
+    forget()
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from pretraining.planning.memory.need import memory_need
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import layer_numel, parameter_tensors
 from pretraining.recipe import load_recipe
-from pretraining.recipe.model import known_types
 from pretraining.recipe.refusals import compiled_part, load_recipe_and_ds_config, why_not_compiled
 from pretraining.recipe.sections import Speed
 from pretraining.recipe.training import TRAINING_KEYS
@@ -45,22 +44,13 @@ from tests.gear.small_models import measurable
 IDS = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
 NONE = Speed(compile="none")
 BLOCKS = ("speed.compile=blocks", "speed.compile_backend=aot_eager")
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def losses(name: str, arguments, checkpointing: bool = False, **speed) -> list[float]:
+def losses(arguments, **speed) -> list[float]:
     """Of two training steps of a model of three layers, each with a short validation after it."""
-    section = {**MODELS[name], "n_layer" if name == "gpt2" else "num_hidden_layers": 3}
+    section = {**MODELS["gpt2"], "n_layer": 3}
     model = build_model(section, TOKENIZER, arguments, speed=replace(NONE, **speed)).train()
-    if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
     loss, found = build_loss(model, load_recipe("features/gpt2").loss), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -76,13 +66,9 @@ def losses(name: str, arguments, checkpointing: bool = False, **speed) -> list[f
     return found
 
 
-@pytest.mark.parametrize(
-    "name, compile, checkpointing",
-    [("gpt2", "blocks", True), ("llama", "blocks", False), ("gpt2", "whole", False)],
-)
-def test_one_graph_and_no_second_compilation(name, arguments, compile, checkpointing):
-    """Three layers, two steps, another shape validated between them: one graph without a break, compiled once."""
-    losses(name, arguments, compile=compile, compile_backend="eager", checkpointing=checkpointing)
+def test_a_whole_model_is_one_graph(arguments):
+    """Two steps, another shape validated between them: one graph without a break, compiled once, as blocks below."""
+    losses(arguments, compile="whole", compile_backend="eager")
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
@@ -96,7 +82,7 @@ def test_watched_experts_are_compiled_once_for_all_layers(arguments):
     for watched in (False, True):
         torch._dynamo.reset()
         counters.clear()
-        section = measurable("deepseek_v3", known_types()["deepseek_v3"])
+        section = measurable("deepseek_v3")
         model = build_model(
             section, TOKENIZER, arguments, speed=Speed(compile="blocks", compile_backend="eager")
         )
@@ -172,10 +158,9 @@ def test_split_experts_are_a_graph_between_their_products(on_two_ranks, recomput
     assert (whole["graphs"], whole["graph_break"]) == (1, {})
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_a_compiled_run_goes_on_without(workshop, tmp_path, stage):
+def test_a_compiled_run_goes_on_without(workshop, tmp_path):
     """In a plain process, from the checkpoint of two ranks; an export has the usual names."""
-    whole = workshop.run(stage, settings=BLOCKS)
+    whole = workshop.run("zero3", settings=BLOCKS)
     with safe_open(whole.dir.export / "model.safetensors", "pt") as file:
         names = list(file.keys())
     assert names and not any("_orig_mod" in name for name in names)
@@ -247,14 +232,15 @@ def test_liger_fuses_what_no_compiler_does(monkeypatch):
     """On a GPU, if it is installed and no block is compiled; a recipe that says so decides for itself."""
     offloads = "training.activation_checkpointing_kwargs.offload=true"
     mixture, compiled = load_recipe("moe-1.5b", [*RECOMPUTED, offloads]), load_recipe("7b")
-    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: True)
-    assert run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
-    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=False)
-    assert not run_arguments.fuses_with_liger(compiled, load_ds_config("zero3"), on_gpu=True)
     uncompiled = load_recipe("7b", ["speed.compile=none"])
-    assert not run_arguments.fuses_with_liger(uncompiled, load_ds_config("zero3"), on_gpu=True)
-    monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: False)
-    assert not run_arguments.fuses_with_liger(mixture, load_ds_config("zero1"), on_gpu=True)
+
+    def fuses(recipe, stage: str, on_gpu: bool = True, is_installed: bool = True) -> bool:
+        monkeypatch.setattr(run_arguments, "is_liger_kernel_available", lambda: is_installed)
+        return run_arguments.fuses_with_liger(recipe, load_ds_config(stage), on_gpu=on_gpu)
+
+    assert fuses(mixture, "zero1")
+    assert not fuses(mixture, "zero1", on_gpu=False) and not fuses(mixture, "zero1", is_installed=False)
+    assert not fuses(compiled, "zero3") and not fuses(uncompiled, "zero3")
 
 
 def test_liger_is_one_line_if_missing_and_leaves_the_loss_alone(monkeypatch, tmp_path):
@@ -308,9 +294,9 @@ def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, argument
     """`auto`, a backend that raises forward or backward, or no C++ compiler: the losses of eager blocks."""
     if backend == "inductor":
         monkeypatch.setattr("pretraining.upstream.toolchain.shutil.which", lambda name: None)
-    eager = losses("gpt2", arguments)
+    eager = losses(arguments)
     capsys.readouterr()
-    assert losses("gpt2", arguments, compile="auto", compile_backend=backend) == eager
+    assert losses(arguments, compile="auto", compile_backend=backend) == eager
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: blocks")]
     assert len(said) == 1 and "run uncompiled on all ranks, as rank 0 cannot compile them" in said[0]
     assert ("C++ compiler" if backend == "inductor" else "No space left on device") in said[0]
@@ -318,7 +304,7 @@ def test_a_compiler_that_fails_is_one_line_and_the_run_goes_on(backend, argument
 
 def test_where_another_rank_cannot_compile_routers_say_once_what_they_chose(arguments, monkeypatch):
     """The rank that could has run a block twice: compiled, and as all ranks do."""
-    section = measurable("deepseek_v3", known_types()["deepseek_v3"])
+    section = measurable("deepseek_v3")
     together = FirstPass._together
 
     def fails_elsewhere(self, *call, **keywords):
@@ -364,23 +350,6 @@ def test_a_compiler_that_is_asked_for_by_name_must_be_there(monkeypatch):
     with pytest.raises(UserError, match=r"inductor needs a C\+\+ compiler"):
         check_speed(Speed(compile="blocks"))
     check_speed(Speed())
-
-
-def test_autotuning_finds_one_answer_about_tf32(monkeypatch, tmp_path):
-    """A recipe in bf16 switches TF32 on: inductor's max-autotune asks torch's older switch, which must agree.
-
-    On a machine without a GPU, told that there is one with TF32.
-    """
-    for module in ("pretraining.training.arguments", "transformers.training_args"):
-        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
-    before = torch.get_float32_matmul_precision()
-    try:
-        recipe = load_recipe("features/gpt2", ["training.bf16=true"])
-        build_arguments(recipe, None, tmp_path, 1)
-        assert torch.get_float32_matmul_precision() == "high" and torch.backends.fp32_precision == "tf32"
-    finally:
-        torch.backends.fp32_precision = "none"
-        torch.set_float32_matmul_precision(before)
 
 
 def test_the_trainer_s_own_switch_names_its_place():

@@ -130,7 +130,7 @@ def test_runs_from_before_there_was_a_choice_go_on():
 
 @pytest.fixture(scope="module")
 def lines(workshop) -> tuple[str, ...]:
-    """Settings that train on documents of a line each, of which a block holds several."""
+    """Settings that train on documents of a line each, of which a block holds several, in a ramp."""
     texts = [path.read_text() for path in sorted((workshop.folder / "corpus").glob("*.txt"))]
     rows = [line for text in texts for line in text.splitlines() if len(line) > 20][:1200]
     file = workshop.folder / "lines" / "lines.jsonl"
@@ -143,13 +143,16 @@ def lines(workshop) -> tuple[str, ...]:
         return execute([sys.executable, "data_prep.py", *workshop.options(*words)]).code
 
     assert made_once(workshop.folder / "lines.prepared", prepare) == 0
-    return settings
+    return (*settings, "data.document_masking=true", "data.packing=best_fit", *RAMPED)
 
 
-def test_ranks_and_stage_do_not_change_the_curve_of_packed_and_masked_documents(workshop, lines):
-    """Ranks hold different numbers of targets: still the losses, norms and validation of one plain process."""
-    settings = (*lines, "data.document_masking=true", "data.packing=best_fit")
-    alone, together = workshop.plain(settings), workshop.run("zero3", settings=settings)
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_the_stage_does_not_change_the_curve_of_packed_and_masked_documents_in_steps_that_grow(
+    workshop, lines, stage
+):
+    """Ranks hold different numbers of targets, also where gradients are summed in partitions: still the losses, norms
+    and validation of one plain process."""
+    alone, together = workshop.plain(lines), workshop.run(stage, settings=lines)
     assert "attention: sdpa (documents apart)" in together.finished.stdout
     [start] = [event for event in together.events if event["event"] == "start"]
     assert start["cuts"]["best_fit"]["cropped"] < start["cuts"]["in_sequence"]["cropped"] / 4
@@ -159,17 +162,9 @@ def test_ranks_and_stage_do_not_change_the_curve_of_packed_and_masked_documents(
 
 def test_the_evaluation_command_keeps_documents_apart_too(workshop, lines):
     """The loss that the run's own last validation found, of its export."""
-    run = workshop.run("zero3", settings=(*lines, "data.document_masking=true", "data.packing=best_fit"))
+    run = workshop.run("zero3", settings=lines)
     command = ["forked", "0", "-m", "pretraining.evaluation", run.folder, "--data_dir", workshop.data]
     finished = completed([*command, "--json", "--no-sample"])
     found, row = json.loads(finished.stdout), run.validation_rows[-1]
     for name in ("loss", "bits_per_byte", "perplexity"):
         assert found[name] == pytest.approx(row[f"eval/{name}"], abs=1e-5, rel=1e-5)
-
-
-@pytest.mark.parametrize("stage", ["zero1", "zero2"])
-def test_masked_documents_in_steps_that_grow(workshop, lines, stage):
-    """Both where gradients are summed in partitions: the losses and validations of one plain process."""
-    settings = (*lines, "data.document_masking=true", *RAMPED)
-    alone, together = workshop.plain(settings), workshop.run(stage, settings=settings)
-    assert_one_curve(together, alone, 1e-5)

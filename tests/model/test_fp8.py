@@ -23,7 +23,7 @@ from pretraining.recipe import load_recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.sections import Speed
 from pretraining.training.optimizers import Bf16InDecay
-from tests.gear.finished_data import refusal as one_line
+from tests.gear.finished_data import refusal
 from tests.gear.on_ranks import on_ranks
 from tests.gear.runs import LLAMA, OTHER_MODELS, section_of
 from tests.model.test_compiling import IDS, TOKENIZER
@@ -190,11 +190,10 @@ def test_a_gpu_without_fp8_is_refused_by_the_plan():
         assert words or not any("speed.fp8" in each for each in refusals)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_the_decay_is_in_bf16_after_one_more_compilation(arguments):
     """From the step at which the rate begins to fall, also in a run that continues there: a function of the step."""
     pytest.importorskip("torchao")
-    torch._dynamo.reset()
-    counters.clear()
     settings = ["training.bf16=true", "speed.fp8=tensorwise", "speed.bf16_decay=true"]
     settings += [section_of({**LLAMA, "vocab_size": 1024}), "training.lr_scheduler_type=warmup_stable_decay"]
     settings += [
@@ -216,22 +215,16 @@ def test_the_decay_is_in_bf16_after_one_more_compilation(arguments):
     assert graphs == [*[1] * 6, *[2] * 5]
 
 
-def refusal(speed: str) -> str:
-    with pytest.raises(UserError) as error:
-        check_speed(Speed(fp8=speed))
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def test_hardware_without_it_is_one_line(monkeypatch):
     """Bad input: no GPU, or one from before Hopper."""
+    rowwise = Speed(fp8="rowwise")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "9.0 (Hopper) or later, and there is no GPU here" in refusal("rowwise")
+    assert "9.0 (Hopper) or later, and there is no GPU here" in refusal(check_speed, rowwise)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 0))
-    assert "this one has 8.0" in refusal("rowwise")
+    assert "this one has 8.0" in refusal(check_speed, rowwise)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    check_speed(Speed(fp8="rowwise"))
+    check_speed(rowwise)
 
 
 DECAYS = "speed.fp8=tensorwise speed.bf16_decay=true training.lr_scheduler_kwargs={}"
@@ -248,9 +241,8 @@ UNKEPT = {
 @pytest.mark.parametrize("typed", UNKEPT)
 def test_what_cannot_stay_in_bf16_is_one_line(typed):
     settings = ["training.bf16=true", *typed.split()]
-    assert UNKEPT[typed] in one_line(
-        lambda: fp8_tensors(load_recipe_and_ds_config("qk-norm", settings, "zero3")[0])
-    )
+    said = refusal(lambda: fp8_tensors(load_recipe_and_ds_config("qk-norm", settings, "zero3")[0]))
+    assert UNKEPT[typed] in said
 
 
 def test_a_missing_package_is_one_line(arguments, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Callable
 from itertools import product
 from unittest import mock
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +22,7 @@ from pretraining.checkpoints.folders import damage
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.data.documents import document_borders, part_of_sequences
 from pretraining.ds_config import Degrees, degrees_of, load_ds_config
-from pretraining.evaluation.validation import _batch
-from pretraining.model.parallel import ExpertDispatch, document_mask, split_experts
+from pretraining.model.parallel import ExpertDispatch, split_experts
 from pretraining.planning.memory.need import BUILT, memory_need
 from pretraining.planning.setup import Setup
 from pretraining.recipe import load_recipe
@@ -33,15 +32,11 @@ from pretraining.training.experts import PREFIX
 from pretraining.upstream.deepspeed import own_rows
 from tests.gear.finished_data import refusal
 from tests.gear.on_ranks import on_ranks
-from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, section_of
+from tests.gear.runs import EXPERTS, LLAMA, MIXTRAL, QWEN3, committed, section_of
 from tests.model.test_compiling import BLOCKS
-from tests.training.test_curve import FP32, SHORT, assert_one_curve
+from tests.training.test_curve import FP32, NO_NOISE_SCALE, SHORT, TWO, assert_one_curve
 
-NO_NOISE_SCALE = "monitors.noise_scale_steps=null"
-"""Refused with split sequences and experts: no rank has the gradient of whole sequences, or of its samples alone."""
 MASKED, PACKED = "data.document_masking=true", "data.packing=best_fit"
-TWO = "training.per_device_train_batch_size=4"
-"""Two micro-batches a step, where no samples are split."""
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
 LONG = section_of(LLAMA, num_attention_heads=8, max_position_embeddings=2048, rope_parameters=YARN)
 LONG_STEPS = ("budget.tokens=8192", "budget.tokens_per_step=4096", "training.per_device_train_batch_size=1")
@@ -83,7 +78,10 @@ ASKED = {
 
 @pytest.mark.parametrize("stage, ranks, settings", ASKED.values(), ids=ASKED)
 def test_split_work_has_the_curve_of_one_plain_process(workshop, stage, ranks, settings):
-    """Losses, norms whole and of layers, noise scale, tokens, loads of experts, validations and samples."""
+    """Losses, norms whole and of layers, noise scale, tokens, loads of experts, validations and samples.
+
+    An export has whole weights under the names of one process, and the bits of the last checkpoint.
+    """
     alone = workshop.plain(tuple(each for each in settings if each not in BLOCKS))
     together, degrees = workshop.run(stage, ranks, settings=settings), degrees_of(load_ds_config(stage))
     assert ("monitors.expert_load=true" in settings) <= any(
@@ -91,8 +89,15 @@ def test_split_work_has_the_curve_of_one_plain_process(workshop, stage, ranks, s
     )
     measured, rel = ("stability/gradient", PREFIX), 1e-3 if degrees.tensor > 1 else 0.02
     assert_one_curve(together, alone, FP32, measured, rel)
+    ours, theirs = (load_file(run.dir.export / "model.safetensors") for run in (together, alone))
+    assert {n: each.shape for n, each in ours.items()} == {n: each.shape for n, each in theirs.items()}
     if degrees.tensor > 1:
         assert together.samples == alone.samples
+        assert all(torch.allclose(each, theirs[name], atol=1e-4) for name, each in ours.items())
+    saved = CheckpointReader(together.folder / committed(together.folder)[0])
+    loaded = AutoModelForCausalLM.from_pretrained(together.dir.export).state_dict()
+    for name in saved.parameters:
+        assert torch.equal(loaded[name], assemble(saved, name)), name
     [start] = [event for event in together.events if event["event"] == "start"]
     split = {kind: getattr(degrees, kind) for kind in ("tensor", "sequence", "expert")}
     assert {kind: start[kind] for kind, degree in split.items() if degree > 1}.items() <= split.items()
@@ -116,68 +121,57 @@ def test_a_checkpoint_names_each_part_by_what_it_is(workshop, tmp_path):
     assert workshop.run("zero1_tp2", settings=LAYERS).saved_state_bytes == 4 * numel
 
 
-def test_an_export_has_whole_weights_under_the_same_names(workshop):
-    """At stages that gather them and stages that do not."""
-    files = [
-        workshop.plain(LAYERS).folder,
-        workshop.run("zero1_tp2", settings=LAYERS).folder,
-        workshop.run("zero3:tensor=2", 4, settings=LAYERS).folder,
-    ]
-    exports = [safe_open(folder / "export" / "model.safetensors", framework="pt") for folder in files]
-    names = set(exports[0].keys())
-    for export in exports[1:]:
-        assert set(export.keys()) == names
-        for name in names:
-            assert torch.allclose(export.get_tensor(name), exports[0].get_tensor(name), atol=1e-4)
-
-
-@pytest.mark.parametrize("stage, ranks", [("zero2_ep2", 2), ("zero3:expert=2", 4)])
-def test_an_export_holds_all_experts_under_the_same_names(workshop, stage, ranks):
-    """The names and shapes of a plain process, and the bits of the last checkpoint."""
-    settings = next(each[2] for each in ASKED.values() if each[0] == stage)
-    alone, together = workshop.plain(settings), workshop.run(stage, ranks, settings=settings)
-    ours, theirs = (load_file(run.folder / "export" / "model.safetensors") for run in (together, alone))
-    assert {name: each.shape for name, each in ours.items()} == {
-        name: each.shape for name, each in theirs.items()
-    }
-    saved = CheckpointReader(together.folder / "checkpoint-10")
-    loaded = AutoModelForCausalLM.from_pretrained(together.folder / "export").state_dict()
-    assert saved.parameters.keys() == loaded.keys()
-    for name in saved.parameters:
-        assert torch.equal(loaded[name], assemble(saved, name)), name
-
-
 CHOICES = {"all": [0, 1, 2, 3], "those of the first rank": [0, 1], "those of the second": [3, 2], "one": [2]}
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 TOKENS, CHOSEN = 24, 2
 
 
-def split_and_whole_differ_by(choices: list[int], implementation: str) -> float:
-    """Between outputs, and gradients of tokens, weights and scores, of whole and of split experts."""
+def drawn_experts(implementation: str = "grouped_mm") -> nn.ModuleDict:
+    """Whole experts, the same on every rank."""
     config = AutoConfig.for_model(**MIXTRAL)
     config._experts_implementation = implementation
     torch.manual_seed(0)
-    whole = nn.ModuleDict({"layer": nn.ModuleDict({"experts": MixtralExperts(config)})})
+    whole = nn.ModuleDict({"experts": MixtralExperts(config)})
     for parameter in whole.parameters():
         nn.init.normal_(parameter, std=0.1)
+    return whole
+
+
+def split_copy(whole: nn.ModuleDict) -> nn.ModuleDict:
+    """The same experts, of which this rank has its part."""
     split = copy.deepcopy(whole)
     split_experts(split, 2)
     for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         ours.data.copy_(own_rows(ours, theirs.data))
+    return split
+
+
+def passed(model: nn.ModuleDict, split: nn.ModuleDict, tokens, chosen, scores, wanted) -> list[torch.Tensor]:
+    """The output of experts, whole or split, and the gradients of tokens, scores and this rank's weights.
+
+    wanted: the gradient of the output, or what computes it.
+    """
+    dtype = next(model.parameters()).dtype
+    inputs = [each.clone().to(dtype).requires_grad_() for each in (tokens, scores)]
+    output = model["experts"](inputs[0], chosen, inputs[1])
+    output.backward(wanted(output).to(dtype))
+    weights = [parameter.grad.float() for parameter in model.parameters()]
+    if model is not split:
+        for gradient in weights:
+            dist.all_reduce(gradient)
+        weights = [own_rows(p, each) for p, each in zip(split.parameters(), weights, strict=True)]
+    return [output.detach().float(), *(each.grad.float() for each in inputs), *weights]
+
+
+def split_and_whole_differ_by(choices: list[int], implementation: str) -> float:
+    """Between outputs, and gradients of tokens, weights and scores, of whole and of split experts."""
+    whole = drawn_experts(implementation)
+    split = split_copy(whole)
     torch.manual_seed(dist.get_rank())
-    tokens, scores = torch.randn(TOKENS, config.hidden_size), torch.rand(TOKENS, CHOSEN)
+    tokens, scores = torch.randn(TOKENS, LLAMA["hidden_size"]), torch.rand(TOKENS, CHOSEN)
     chosen = torch.tensor(choices)[torch.randint(len(choices), (TOKENS, CHOSEN))]
-    found = []
-    for model in (whole, split):
-        inputs = [tokens.clone().requires_grad_(), scores.clone().requires_grad_()]
-        output = model["layer"]["experts"](inputs[0], chosen, inputs[1])
-        (output**2).sum().backward()
-        weights = [parameter.grad for parameter in model.parameters()]
-        if model is whole:
-            for gradient in weights:
-                dist.all_reduce(gradient)
-            weights = [own_rows(p, each) for p, each in zip(split.parameters(), weights, strict=True)]
-        found.append([output.detach(), *(each.grad for each in inputs), *weights])
+    given = (tokens, chosen, scores, lambda output: 2 * output.detach())
+    found = [passed(model, split, *given) for model in (whole, split)]
     return max(
         float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-6))
         for theirs, ours in zip(*found, strict=True)
@@ -190,40 +184,25 @@ def largest_differences() -> dict[str, float]:
     return {f"{name}, {how}": split_and_whole_differ_by(choices, how) for (name, choices), how in cases}
 
 
-def test_a_rank_to_which_no_token_comes_takes_part():
+def test_a_rank_to_which_no_token_comes_takes_part(on_two_ranks):
     """Outputs and gradients of split experts, on ranks that are all, some or none of them chosen."""
-    for found in on_ranks(2, largest_differences):
+    for found in on_two_ranks[largest_differences]:
         assert len(found) == 8 and all(difference < 1e-5 for difference in found.values()), found
 
 
 def errors_in_bf16() -> dict[str, list[float]]:
     """Of the output and of each gradient: how far whole and split experts in bf16 are from whole ones in fp32."""
-    config = AutoConfig.for_model(**MIXTRAL)
-    config._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
-    exact = nn.ModuleDict({"experts": MixtralExperts(config)})
+    exact = drawn_experts()
     for parameter in exact.parameters():
-        nn.init.normal_(parameter, std=0.1)
         parameter.data = parameter.data.bfloat16().float()
-    whole, split = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
-    split_experts(split, 2)
-    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
-        ours.data.copy_(own_rows(ours, theirs.data))
+    whole = copy.deepcopy(exact).bfloat16()
+    split = split_copy(whole)
     torch.manual_seed(dist.get_rank())
-    tokens, scores = torch.randn(256, config.hidden_size).bfloat16(), torch.rand(256, CHOSEN).bfloat16()
-    chosen = torch.randint(config.num_local_experts, (256, CHOSEN))
-    found = []
-    for model in (exact, whole, split):
-        dtype = next(model.parameters()).dtype
-        inputs = [each.to(dtype).requires_grad_() for each in (tokens.clone(), scores.clone())]
-        output = model["experts"](inputs[0], chosen, inputs[1])
-        output.backward(tokens.to(dtype))
-        weights = [parameter.grad.float() for parameter in model.parameters()]
-        if model is not split:
-            for gradient in weights:
-                dist.all_reduce(gradient)
-            weights = [own_rows(p, each) for p, each in zip(split.parameters(), weights, strict=True)]
-        found.append([output.detach().float(), *(each.grad.float() for each in inputs), *weights])
+    tokens, scores = torch.randn(256, LLAMA["hidden_size"]).bfloat16(), torch.rand(256, CHOSEN).bfloat16()
+    chosen = torch.randint(MIXTRAL["num_local_experts"], (256, CHOSEN))
+    found = [
+        passed(model, split, tokens, chosen, scores, lambda _: tokens) for model in (exact, whole, split)
+    ]
     names = ("output", "tokens", "scores", "first weights", "last weights")
     return {
         name: [float((each[index] - found[0][index]).norm() / found[0][index].norm()) for each in found[1:]]
@@ -231,9 +210,9 @@ def errors_in_bf16() -> dict[str, list[float]]:
     }
 
 
-def test_split_experts_in_bf16_are_as_near_to_fp32_as_whole_ones():
+def test_split_experts_in_bf16_are_as_near_to_fp32_as_whole_ones(on_two_ranks):
     """They weight a choice and add up in another order, with as much rounding."""
-    for found in on_ranks(2, errors_in_bf16):
+    for found in on_two_ranks[errors_in_bf16]:
         for name, (whole, split) in found.items():
             assert 0 < split < 1.25 * whole < 0.02, name
 
@@ -252,18 +231,12 @@ class CountedOperators(TorchDispatchMode):
 
 def counted_in_a_recomputed_layer() -> tuple[dict[str, list[int]], float]:
     """Exchanges and grouped products of a layer's forward and backward pass, and how far its gradients are off."""
-    config = AutoConfig.for_model(**MIXTRAL)
-    config._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
-    experts = MixtralExperts(config)
-    split_experts(nn.ModuleDict({"experts": experts}), 2)
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    chosen = torch.arange(TOKENS * CHOSEN).view(TOKENS, CHOSEN) % config.num_local_experts
+    experts = split_copy(drawn_experts())["experts"]
+    chosen = torch.arange(TOKENS * CHOSEN).view(TOKENS, CHOSEN) % MIXTRAL["num_local_experts"]
     counts: dict[str, list[int]] = {"exchanges": [], "products": []}
     gradients = []
     for recomputes in (True, False):
-        tokens = torch.linspace(-1, 1, TOKENS * config.hidden_size).view(TOKENS, -1).requires_grad_()
+        tokens = torch.linspace(-1, 1, TOKENS * LLAMA["hidden_size"]).view(TOKENS, -1).requires_grad_()
         scores = torch.full((TOKENS, CHOSEN), 0.5, requires_grad=True)
         with CountedOperators() as forward:
             if recomputes:
@@ -281,31 +254,40 @@ def counted_in_a_recomputed_layer() -> tuple[dict[str, list[int]], float]:
     return counts, max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_recomputed_layer_sends_nothing_back_again_and_spares_its_last_product():
+def test_a_recomputed_layer_sends_nothing_back_again_and_spares_its_last_product(on_two_ranks):
     """Forward: sizes, tokens, choices, results. Again: all but the results. Backward: results, tokens, choices."""
-    for counts, difference in on_ranks(2, counted_in_a_recomputed_layer):
+    for counts, difference in on_two_ranks[counted_in_a_recomputed_layer]:
         assert difference == 0.0
         assert counts["exchanges"] == [4, 3 + 3, 4, 3]
         assert counts["products"] == [2, 1 + 4, 2, 4]
 
 
-def test_a_token_travels_once_to_each_rank():
-    """However many of its experts are there: rows are counted by rank, choices by expert."""
-    assert on_ranks(2, rows_of_a_step) == [([2, 1], [2, 2], 6), ([2, 2], [1, 2], 4)]
-
-
 def rows_of_a_step() -> tuple[list[int], list[int], int]:
     """What two ranks agree on: three tokens of rank 0 and two of rank 1, with experts 0 and 1 on rank 0."""
-    config = AutoConfig.for_model(**MIXTRAL)
-    experts = MixtralExperts(config)
-    split_experts(nn.ModuleDict({"experts": experts}), 2)
-    choices = [[[0, 1], [2, 3], [1, 0]], [[0, 2], [3, 0]]][dist.get_rank()]
+    experts = split_copy(drawn_experts())["experts"]
+    choices = torch.tensor([[[0, 1], [2, 3], [1, 0]], [[0, 2], [3, 0]]][dist.get_rank()])
     agreed, agree = [], ExpertDispatch.agree
     with mock.patch.object(ExpertDispatch, "agree", lambda *given: agreed.append(agree(*given)) or agreed[0]):
-        experts(
-            torch.ones(len(choices), config.hidden_size), torch.tensor(choices), torch.ones(len(choices), 2)
-        )
+        experts(torch.ones(len(choices), LLAMA["hidden_size"]), choices, torch.ones(len(choices), 2))
     return tuple(agreed[0])
+
+
+def test_a_token_travels_once_to_each_rank(on_two_ranks):
+    """However many of its experts are there: rows are counted by rank, choices by expert."""
+    assert on_two_ranks[rows_of_a_step] == (([2, 1], [2, 2], 6), ([2, 2], [1, 2], 4))
+
+
+ON_TWO_RANKS = (largest_differences, errors_in_bf16, counted_in_a_recomputed_layer, rows_of_a_step)
+
+
+def answers() -> list:
+    return [function() for function in ON_TWO_RANKS]
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[Callable, tuple]:
+    """{function: what it returns on each of two ranks}, of one launch."""
+    return dict(zip(ON_TWO_RANKS, zip(*on_ranks(2, answers), strict=True), strict=True))
 
 
 def test_ranks_are_numbered_with_tensor_parts_first_and_samples_last():
@@ -331,24 +313,6 @@ def test_parts_of_a_batch_are_the_batch():
     assert parts[3]["cu_seq_lens_q"] is masked["cu_seq_lens_q"]
     assert part_of_sequences(plain, 1, 2)["position_ids"].tolist() == [[4, 5, 6, 7]] * 2
     assert part_of_sequences(plain, 0, 1) is plain
-
-
-def test_a_validation_reads_a_part_of_each_sequence():
-    """Each rank of a group its own, and attention exchanges them."""
-    blocks = [{"input_ids": np.arange(8), "labels": np.arange(1, 9)}] * 2
-    parts = [_batch(blocks, RankGroups(Degrees(sequence=2), rank, 4), torch.device("cpu")) for rank in (2, 3)]
-    assert all(part["splits_sequences"] and part["input_ids"].shape == (2, 4) for part in parts)
-    assert torch.cat([part["labels"] for part in parts], 1).tolist() == [list(range(1, 9))] * 2
-    assert "splits_sequences" not in _batch(blocks, RankGroups(), torch.device("cpu"))
-
-
-def test_the_mask_of_documents_is_the_one_of_their_borders():
-    # two rows of three tokens; documents of 3, 1 and 2
-    borders = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
-    mask = document_mask(borders, 2, 3)
-    assert mask.shape == (2, 1, 3, 3)
-    assert mask[0, 0].tolist() == [[True, False, False], [True, True, False], [True, True, True]]
-    assert mask[1, 0].tolist() == [[True, False, False], [False, True, False], [False, True, True]]
 
 
 def test_building_split_experts_takes_their_part_and_one_layer_whole():

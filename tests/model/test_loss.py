@@ -27,10 +27,9 @@ from pretraining.recipe.sections import Loss
 from pretraining.runtime.metric_names import grouped
 from pretraining.training.metrics import SourceLoss
 from tests.gear.on_ranks import on_ranks
-from tests.gear.runs import FAMILIES, MODELS, section_of
+from tests.gear.runs import FAMILIES, MODELS
 from tests.gear.tracked_memory import peak_bytes
 from tests.gear.watched_gpu import watched_gpu
-from tests.training.test_curve import SHORT, column, largest_difference
 
 WAYS = [("plain", None), ("chunked", False), ("chunked", True), ("fused", False), ("fused", True)]
 """(kind, compile)"""
@@ -149,19 +148,6 @@ def test_one_graph_a_kernel_serves_chunks_of_any_length(nothing_compiled):
         chunked_nats((hidden[:tokens] @ weight.T), labels, LossSettings(1e-4, 50, True)).backward()
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
-
-
-@pytest.fixture
-def nothing_compiled():
-    def forget() -> None:
-        torch._dynamo.reset()
-        counters.clear()
-        cross_entropy._can_compile.cache_clear()
-        cross_entropy._compiled.cache_clear()
-
-    forget()
-    yield
-    forget()
 
 
 def test_a_loss_that_cannot_be_compiled_says_so_once_and_goes_on(nothing_compiled, monkeypatch, capsys):
@@ -358,16 +344,6 @@ def test_the_plan_counts_the_bytes_that_the_loss_takes(kind, compile):
     if kind == "chunked":  # the product's gradients
         expected = max(expected, 4 * (tokens * vocab_size + width * (vocab_size + tokens)))
     assert peak_bytes(step) == pytest.approx(expected, rel=0.03)
-
-
-def test_a_head_of_its_own_is_trained_in_bf16_at_stage_1(workshop):
-    """Its gradient is found inside the loss, before the backward pass reaches the model's output, at which DeepSpeed
-    0.19.8 clears gradients: the head stayed as it was drawn, and the curve of stage 1 was its own."""
-    untied = (section_of(MODELS["llama"], tie_word_embeddings=False), "training.bf16=true", *SHORT)
-    runs = (
-        workshop.run("zero1", settings=(*untied, kind)) for kind in ("loss.kind=plain", "loss.kind=fused")
-    )
-    assert largest_difference(*(column(run, "train/loss") for run in runs)) <= 2e-3
 
 
 @pytest.mark.parametrize("kind", ["plain", "chunked", "fused"])

@@ -11,13 +11,10 @@ from pretraining.model.abilities import ABILITIES, compare, keeps_apart, measure
 from pretraining.recipe import load_recipe
 from pretraining.recipe import model as model_types
 from pretraining.recipe.model import MEASURED, known_types, measured_by_itself, why_not, why_not_apart
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from tests.gear.finished_data import refusal
 from tests.gear.small_models import measurable
 from tests.gear.split_models import measured_on_two
-
-
-def section(name: str) -> dict:
-    return measurable(name, known_types()[name])
 
 
 def test_every_type_was_measured_with_what_is_installed():
@@ -32,7 +29,7 @@ def test_every_type_was_measured_with_what_is_installed():
 def test_the_file_says_what_is_measured_here(name):
     """Promise: the table is of this code. Plain, soft caps, sinks, own positions, windows, scales, recurrence."""
     kept = json.loads(MEASURED.read_text())["types"][name]
-    found = measured(section(name))
+    found = measured(measurable(name))
     assert {key: why is None for key, why in found.items()} == {key: kept[key] is None for key in found}
 
 
@@ -51,7 +48,7 @@ def test_the_file_says_what_the_classes_of_recipes_do(name):
 def test_the_file_says_what_two_ranks_measure_here(name):
     """Promise: split layers, sequences and experts, and ZeRO-3, are of this code too."""
     kept = json.loads(MEASURED.read_text())["types"][name]
-    found = measured_on_two(section(name) | ({"router_aux_loss_coef": 0.1} if name == "qwen2_moe" else {}))
+    found = measured_on_two(measurable(name) | ({"router_aux_loss_coef": 0.1} if name == "qwen2_moe" else {}))
     assert {key: why is None for key, why in found.items() if key in kept} == {
         key: kept[key] is None for key in found if key in kept
     }
@@ -63,48 +60,40 @@ def test_what_differs_is_seen():
     import torch
 
     with pytest.raises(UserError, match=r"a document's text behind \d+ others differs"):
-        keeps_apart(section("llama"), "sdpa_causal")
+        keeps_apart(measurable("llama"), "sdpa_causal")
 
     def tilt(network):
         network.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * 1.001)
 
     with pytest.raises(UserError, match=r"the gradient of model\.layers\.0\.mlp\.down_proj\.weight differs"):
-        trains_alike(section("llama"), tilt)
+        trains_alike(measurable("llama"), tilt)
     with pytest.raises(UserError, match="differs by nan"):
         compare("it", torch.tensor(float("nan")), torch.tensor(0.0))
 
 
 REFUSED = {
-    "documents": ("data.document_masking=true", "data.document_masking: does not hold for falcon_h1"),
-    "fused": ('loss={"kind": "fused"}', "loss.kind: is fused: final_logit_softcapping is 30"),
-    "balanced": ("training.logging_steps=1", "loss.balance: does not hold for llama4_text"),
-    "recomputed": ("training.activation_checkpointing=true", "does not hold for ctrl"),
+    "falcon_h1": ("data.document_masking=true", "data.document_masking: does not hold for falcon_h1"),
+    "gemma2": ('loss={"kind": "fused"}', "loss.kind: is fused: final_logit_softcapping is 30"),
+    "llama4_text": ("training.logging_steps=1", "loss.balance: does not hold for llama4_text"),
+    "ctrl": ("training.activation_checkpointing=true", "does not hold for ctrl"),
 }
-MODELS = {"balanced": "llama4_text", "documents": "falcon_h1", "fused": "gemma2", "recomputed": "ctrl"}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_type_cannot_do_is_one_line(case, tmp_path):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_type_cannot_do_is_one_line(name, tmp_path):
     """Bad input: it names the type, what differs, and what to set."""
-    setting, message = REFUSED[case]
+    setting, message = REFUSED[name]
     values = load_recipe("features/gpt2").to_dict()
-    model = section(MODELS[case]) | {"vocab_size": 1024}
-    if case == "fused":
-        model["final_logit_softcapping"] = 30.0
+    model = measurable(name) | {"vocab_size": 1024}
+    model |= {"final_logit_softcapping": 30.0} if name == "gemma2" else {}
     values |= {"model": model, "name": "other"}
     values["data"]["sequence_length"] = 32
-    path = tmp_path / "other.json"
-    path.write_text(json.dumps(values))
-    from pretraining.recipe.refusals import load_recipe_and_ds_config
-
-    said = refusal(load_recipe_and_ds_config, str(path), [setting], "zero1")
-    assert message in said and "\n" not in said
+    (path := tmp_path / "other.json").write_text(json.dumps(values))
+    assert message in refusal(load_recipe_and_ds_config, str(path), [setting], "zero1")
 
 
 def test_a_class_of_the_user_s_own_is_measured_at_its_first_use(monkeypatch, tmp_path):
     """Promise: what it can do is known before it trains, by one measurement for all processes of a machine."""
-    from pretraining.recipe.refusals import load_recipe_and_ds_config
-
     asked = []
 
     def ask(module: str, section: str) -> dict:
@@ -129,7 +118,8 @@ def test_a_class_of_the_user_s_own_is_measured_at_its_first_use(monkeypatch, tmp
 
 def test_a_capped_model_is_not_fused_and_a_kernel_that_crosses_documents_is_not_chosen():
     """Promise: `auto` never takes what does not hold."""
-    assert why_not(section("gemma3_text"), "fused") is None
-    assert "softcapping" in why_not({**section("gemma3_text"), "final_logit_softcapping": 30.0}, "fused")
-    assert why_not_apart(section("gemma2"), "torch_varlen") and why_not_apart(section("gemma2"), None) is None
+    assert why_not(measurable("gemma3_text"), "fused") is None
+    assert "softcapping" in why_not({**measurable("gemma3_text"), "final_logit_softcapping": 30.0}, "fused")
+    gemma2 = measurable("gemma2")
+    assert why_not_apart(gemma2, "torch_varlen") and why_not_apart(gemma2, None) is None
     assert "was not measured" in why_not({"model_type": "unheard_of"}, "fused")

@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from pretraining.ds_config import load_ds_config
 from pretraining.model.counting import describe
 from pretraining.planning import shapes
 from pretraining.planning.memory.activations import activations
-from pretraining.planning.screen import as_text, full_plan
-from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import load_recipe
@@ -132,22 +129,17 @@ def recipe_of(tmp_path, model: dict):
     return path
 
 
-def test_the_plan_says_how_it_was_counted(tmp_path):
-    """Everything else on the screen is there as for a known type."""
-    recipe = load_recipe(str(recipe_of(tmp_path, QWEN2)))
-    text = " ".join(as_text(full_plan(Setup(recipe, load_ds_config("zero3"), 2), None)).split())
-    size = model_size(recipe.model)
-    how = "parameters: qwen2, 2 layers of width 64; counted by building on the meta device"
-    assert f"{size.total:,} {how}" in text
-    assert "kernels' time as that of a llama of these widths" in text and "activations " in text
+def test_the_real_command_says_how_it_counted_and_remembers(tmp_path):
+    """A process of its own builds the model; the next plan needs neither torch nor that process.
 
-
-def test_the_real_command_counts_once_and_remembers(tmp_path):
-    """A process of its own builds the model; the next plan needs neither torch nor that process."""
+    Everything else on the screen is there as for a known type.
+    """
     path, cache = recipe_of(tmp_path, QWEN2), tmp_path / "cache"
     command = ["python", "train.py", "--recipe", path, "--plan", "--world_size", "2"]
-    finished = completed(command, PRETRAINING_MODEL_CACHE=str(cache))
-    assert "counted by building on the meta device" in " ".join(finished.stdout.split())
+    text = " ".join(completed(command, PRETRAINING_MODEL_CACHE=str(cache)).stdout.split())
+    how = "parameters: qwen2, 2 layers of width 64; counted by building on the meta device"
+    assert f"{model_size(load_recipe(str(path)).model).total:,} {how}" in text
+    assert "kernels' time as that of a llama of these widths" in text and "activations " in text
     (kept,) = cache.glob("*.json")
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "layers": 3}))
     assert "qwen2, 3 layers" in execute(command, PRETRAINING_MODEL_CACHE=str(cache)).stdout

@@ -1,17 +1,23 @@
-"""The exponential average of the weights: that of a plain loop at every stage, and the same wherever it is read."""
+"""The exponential average of the weights: that of a plain loop at every stage, and the same wherever it is read.
+
+Schedule-free optimizers: the method of their paper, and their average wherever it counts.
+"""
 
 import shutil
 
 import pytest
 import torch
+from schedulefree import SGDScheduleFree
 from transformers import AutoModelForCausalLM
 
+from pretraining.checkpoints.export import averaged
 from pretraining.checkpoints.shard_files import CheckpointReader, assemble
 from pretraining.data.prepared import open_prepared
 from pretraining.evaluation.validation import Validation
 from pretraining.recipe import load_recipe
 from pretraining.recipe.optimizer import AVERAGE, Optimizer
-from pretraining.training.optimizers import keep_average
+from pretraining.recipe.training import AVERAGING, Z
+from pretraining.training.optimizers import counting_by_tensor, keep_average
 from tests.gear.runs import EXPERTS, LLAMA, STEPS, Run, completed, execute, section_of
 from tests.training.test_curve import IN_BF16
 
@@ -21,6 +27,13 @@ SETTINGS = (
     f"optimizer.average_steps={EVERY}",
     "training.save_steps=1",
     "checkpoints.keep_last=null",
+)
+
+
+SCHEDULE_FREE = (
+    "training.optim=schedule_free_adamw",
+    "training.lr_scheduler_type=constant_with_warmup",
+    "training.lr_scheduler_kwargs={}",
 )
 
 
@@ -49,6 +62,13 @@ def in_a_loop(run: Run) -> dict[str, torch.Tensor]:
 
 def average_losses(run: Run) -> list[float]:
     return [row["eval/average_loss"] for row in run.validation_rows]
+
+
+def loss_of(model, workshop) -> float:
+    """By a validation of its own."""
+    recipe = load_recipe(workshop.recipe)
+    data = open_prepared(recipe, workshop.data)
+    return Validation(data.validation, recipe).measure(model)["loss"]
 
 
 def same(ours: dict, theirs: dict, tolerance: float) -> None:
@@ -133,12 +153,96 @@ def test_the_export_is_what_was_validated(workshop, tmp_path):
         ["forked", "0", "-m", "pretraining.checkpoints", "export"],
     )
     completed([*verb, run.folder, "--average", "--to", tmp_path / "export"])
-    recipe = load_recipe(workshop.recipe)
-    validation = Validation(open_prepared(recipe, workshop.data).validation, recipe)
-    measured = validation.measure(AutoModelForCausalLM.from_pretrained(tmp_path / "export"))
-    assert measured["loss"] == pytest.approx(average_losses(run)[-1], abs=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert loss_of(exported, workshop) == pytest.approx(average_losses(run)[-1], abs=1e-5)
     card = (tmp_path / "export" / "README.md").read_text()
     assert "their exponential average" in card and f"{average_losses(run)[-1]:.4f}" in card
     without = execute([*verb, workshop.run("zero2").folder, "--average", "--to", tmp_path / "none"])
     assert without.code == 2 and "no average is kept there" in without.stderr
     assert without.stderr.count("\n") == 1 and not (tmp_path / "none").exists()
+
+
+def gradients(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(4, dtype=torch.float64, generator=generator) for name in "ab"}
+
+
+def rate(step: int) -> float:
+    """Of a warm-up over three steps."""
+    return 0.1 * min(1.0, step / 3)
+
+
+def of_the_paper(steps: int, beta: float) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """{name: (y, x)} after SGD, equations 3-5 of Defazio et al. 2024 with the average weighted by the rate squared."""
+    found = {}
+    for name in "ab":
+        x = z = y = torch.ones(4, dtype=torch.float64)
+        weights, highest = 0.0, 0.0
+        for step in range(steps):
+            highest = max(highest, rate(step))
+            weights += highest**2
+            share = highest**2 / weights if weights else 0.0
+            z = z - rate(step) * gradients(step)[name]
+            x = (1 - share) * x + share * z
+            y = (1 - beta) * z + beta * x
+        found[name] = y, x
+    return found
+
+
+@pytest.mark.parametrize("in_turn", [False, True], ids=["at once", "sub-groups in turn"])
+def test_the_method_is_the_papers(in_turn):
+    """fp64; also stepped as ZeRO-3 does it: a tensor of the group after the other, each by a step of its own."""
+    tensors = {name: torch.nn.Parameter(torch.ones(4, dtype=torch.float64)) for name in "ab"}
+    optimizer = counting_by_tensor(SGDScheduleFree)(tensors.values(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        for name, gradient in gradients(step).items():
+            tensors[name].grad = gradient
+        (group,) = optimizer.param_groups
+        group["lr"] = rate(step)
+        for some in [[each] for each in tensors.values()] if in_turn else [list(tensors.values())]:
+            group["params"] = some
+            optimizer.step()
+    for name, (y, x) in of_the_paper(6, 0.9).items():
+        state, tensor = optimizer.state[tensors[name]], tensors[name].detach()
+        torch.testing.assert_close(tensor, y, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(tensor.lerp(state[Z], state[AVERAGING]), x, rtol=1e-12, atol=1e-12)
+
+
+def test_another_momentum_takes_over_the_average():
+    """A resume with another `adam_beta1`: weights as that one would have them, beside the same average."""
+    tensors = [torch.nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2)]
+    averages = []
+    for tensor, momentum in zip(tensors, (0.5, 0.9), strict=True):
+        optimizer = counting_by_tensor(SGDScheduleFree)([tensor], lr=0.1, momentum=0.9)
+        for step in range(4):
+            if step == 3:
+                optimizer.param_groups[0].update(momentum=momentum, lr=0.0)
+            tensor.grad = gradients(step)["a"]
+            optimizer.step()
+        state = optimizer.state[tensor]
+        averages.append(tensor.detach().lerp(state[Z], state[AVERAGING]))
+    torch.testing.assert_close(*averages, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(*tensors)
+
+
+def test_validations_do_not_move_the_curve(workshop):
+    """The average is measured, then training goes on from the very weights it had: losses equal to the digit."""
+    seldom = workshop.plain((*SCHEDULE_FREE, "training.eval_strategy=no"))
+    assert seldom.losses == workshop.plain(SCHEDULE_FREE).losses
+
+
+@pytest.mark.parametrize("stage", ["null", "zero2", "zero3"])
+def test_validation_export_and_checkpoint_agree_on_the_average(workshop, tmp_path, stage):
+    """Promise: honest metrics. The loss that the run reports is that of the weights it hands out."""
+    run = workshop.plain(SCHEDULE_FREE) if stage == "null" else workshop.run(stage, settings=SCHEDULE_FREE)
+    model = AutoModelForCausalLM.from_pretrained(run.dir.export)
+    assert loss_of(model, workshop) == pytest.approx(run.validation_rows[-1]["eval/loss"], abs=1e-5)
+    verb = ["-m", "pretraining.checkpoints", "export", run.folder, "--to", tmp_path / "export"]
+    completed(["forked", "0", *verb])
+    reader = CheckpointReader(run.dir.checkpoint(10))
+    offline = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    for name, ours in model.named_parameters():
+        torch.testing.assert_close(ours, offline[name], rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(ours.detach(), averaged(reader, name), rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(ours, assemble(reader, name), atol=1e-6), f"{name} is what was trained"
+    reader.close()

@@ -19,23 +19,18 @@ from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.experts import FEWEST, PREFIX, WINDOWS, ExpertLoad, load_metrics
 from tests.gear.runs import EXPERTS, LLAMA, STEPS, TOKENIZER, Run, completed, section_of, start_and_kill
 from tests.gear.small_models import measurable
+from tests.training.test_curve import beginning
 from tests.training.test_muon import built as small_model
-
-
-def section(name: str) -> dict:
-    """Return a small model section of this type, with experts in its last layers."""
-    return measurable(name, other_model_types()["types"][name])
-
 
 UNSEEN = ("llama4_text",)
 """Its class has the coefficient and computes no loss, and its experts take the tokens in a way of their own."""
 TYPES = other_model_types()["types"]
-MIXTURES = [name for name in TYPES if name not in UNSEEN and has_experts(section(name))]
+MIXTURES = [name for name in TYPES if name not in UNSEEN and has_experts(measurable(name))]
 
 
 def built(name: str):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(build_config(section(name), TOKENIZER)).train()
+    return AutoModelForCausalLM.from_config(build_config(measurable(name), TOKENIZER)).train()
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -132,6 +127,7 @@ def test_the_biases_are_the_same_at_every_stage_and_after_a_kill(workshop, tmp_p
     exported = load_file(run.dir.export / "model.safetensors")
     assert all(torch.equal(exported[name], bias) for name, bias in expected.items())
     assert all(f"{PREFIX}max_over_mean" in row for row in run.training_rows)
+    assert not beginning(workshop.plain().training_rows[0], (PREFIX,)), "no experts, no load"
     killed = Run(tmp_path / "killed")
     command = workshop.command(killed.folder, "zero2", settings=(DEEPSEEK,))
     start_and_kill(command, lambda: any(row["step"] >= 5 for row in killed.rows))
@@ -208,15 +204,3 @@ def test_a_starving_expert_is_told_of_once_until_it_recovers(tmp_path, capsys):
     assert [(found["layer"], found["expert"]) for found in event["experts"]] == [(0, 1)]
     logged_windows(resumed, [3 * FEWEST] + [2] * WINDOWS)
     assert len(read_rows(run.events)) == 2
-
-
-def test_the_load_is_the_same_on_two_ranks_at_stage_3(workshop):
-    """Summed over ranks and micro-batches: a plain process with the plain loss counts the same; other models none."""
-    experts = section_of(EXPERTS, tie_word_embeddings=False)
-    plain = workshop.plain((experts, "loss.kind=plain")).training_rows
-    sharded = workshop.run("zero3", settings=(experts,)).training_rows
-    names = [name for name in plain[0] if name.startswith(PREFIX)]
-    assert len(names) == 2 + 2 * EXPERTS["num_hidden_layers"]
-    for ours, theirs in zip(sharded, plain, strict=True):
-        assert [ours[name] for name in names] == pytest.approx([theirs[name] for name in names], abs=0.02)
-    assert not any(name.startswith(PREFIX) for name in workshop.plain().training_rows[0])

@@ -1,12 +1,17 @@
 """Promise: nothing committed is lost. A run that is asked to stop saves, and says so by its exit code.
 
+Early stopping: as transformers judges, the same after a kill, and a clean end.
+
 `python -m tests.training.test_stopping OPTIONS` is `train.py OPTIONS`, and prints what is left once it has ended.
 """
 
 import json
+import math
 import multiprocessing
 import os
+import random
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +21,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from pretraining.recipe import load_recipe
 from pretraining.runtime.exit_codes import STOPPED
+from pretraining.runtime.metric_names import is_better
 from pretraining.runtime.run_folder import RunFolder
+from pretraining.training.stopping import best_step, validations_without_gain
 from tests.gear.runs import (
     REPOSITORY,
     SMALL_RECIPE,
@@ -229,30 +236,21 @@ def test_the_exit_does_not_wait_for_a_data_worker():
     assert (finished.code, finished.stderr, finished.strays) == (0, "", ())
 
 
-@pytest.mark.parametrize("failing, persistent", [(False, True), (True, False)])
-def test_no_data_worker_outlives_the_training(tmp_path, failing, persistent):
-    """Neither a persistent one, whose loader keeps it, nor one that the traceback of a failure keeps."""
+def test_no_data_worker_outlives_a_training_that_fails(tmp_path):
+    """The traceback keeps the loader; a persistent worker of a run that ends well is looked for below."""
     from pretraining.model.build import build_model
     from pretraining.model.loss import build_loss
     from pretraining.training.arguments import build_arguments
     from pretraining.training.trainer import PretrainingTrainer, RunParts
 
-    settings = [f"training.dataloader_persistent_workers={str(persistent).lower()}"]
-    settings += [
-        "training.dataloader_num_workers=2",
-        "training.eval_strategy=no",
-        "training.save_strategy=no",
-    ]
-    recipe = load_recipe("features/gpt2", settings)
+    settings = ("dataloader_num_workers=2", "eval_strategy=no", "save_strategy=no")
+    recipe = load_recipe("features/gpt2", [f"training.{each}" for each in settings])
     arguments = build_arguments(recipe, None, tmp_path, 1, 2)
     model = build_model(SMALL_RECIPE["model"], TOKENIZER, arguments)
-    seen, ended = [], None
 
-    class Looks(TrainerCallback):
+    class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            seen.append(len(multiprocessing.active_children()))
-            if failing:
-                raise RuntimeError("failed")
+            raise RuntimeError(f"{len(multiprocessing.active_children())} workers")
 
     trainer = PretrainingTrainer(
         recipe,
@@ -260,16 +258,14 @@ def test_no_data_worker_outlives_the_training(tmp_path, failing, persistent):
         arguments,
         loss=build_loss(model),
         train_dataset=[{"input_ids": np.arange(8), "labels": np.arange(8)}] * 64,
-        parts=RunParts(callbacks=[Looks()]),
+        parts=RunParts(callbacks=[Fails()]),
     )
-    try:
+    with pytest.raises(RuntimeError, match="2 workers") as ended:
         trainer.train()
-    except RuntimeError as error:
-        ended = error  # with its traceback, which refers to the iterator
     left = multiprocessing.active_children()
     for worker in left:
         worker.kill()
-    assert set(seen) == {2} and (ended is not None) == failing and not left
+    assert ended.tb is not None and not left  # the traceback refers to the iterator
 
 
 def test_nothing_is_left_after_a_run(workshop, tmp_path):
@@ -280,6 +276,66 @@ def test_nothing_is_left_after_a_run(workshop, tmp_path):
     finished = completed([*command[:place], "-m", "tests.training.test_stopping", *command[place + 1 :]])
     assert Run(tmp_path / "run").events[-1]["event"] == "end"
     assert json.loads(finished.stdout.splitlines()[-1]) == {"workers": 0, "handler": signal.SIG_DFL}
+
+
+STOPS_AT_4 = ("training.eval_steps=2", "evaluation.patience=1", "evaluation.min_improvement=100")
+PLAIN = ("null", 1, "plain")
+
+
+def counted_by_transformers(values: list[float], greater_is_better: bool, threshold: float) -> int:
+    """What the Trainer and its callback count, in the order in which they do."""
+    callback = EarlyStoppingCallback(10**6, threshold)
+    arguments, state = SimpleNamespace(greater_is_better=greater_is_better), SimpleNamespace(best_metric=None)
+    for value in values:
+        callback.check_metric_value(arguments, state, None, value)
+        if state.best_metric is None:
+            state.best_metric = -math.inf if greater_is_better else math.inf
+        if (value > state.best_metric) if greater_is_better else (value < state.best_metric):
+            state.best_metric = value
+    return callback.early_stopping_patience_counter
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.15])
+@pytest.mark.parametrize("metric", ["loss", "hellaswag/acc_norm"])
+def test_validations_without_gain_are_counted_as_transformers_does(metric, threshold):
+    """200 random histories, some with a NaN, whichever direction is better."""
+    draw = random.Random(5)
+    for _ in range(200):
+        draws = range(draw.randrange(9))
+        values = [draw.choice([draw.random(), draw.random(), 0.5, math.nan]) for _ in draws]
+        expected = counted_by_transformers(values, metric != "loss", threshold)
+        assert validations_without_gain(values, metric, threshold) == expected, values
+
+
+def test_the_best_step_is_the_first_of_the_best():
+    assert best_step({5: 2.0, 10: 1.0, 15: 1.0}, "loss") == 10
+    assert best_step({5: math.nan, 10: 0.2, 15: 0.3}, "arc/acc") == 15
+    assert not is_better("loss", math.nan, 1.0) and is_better("bits_per_byte", 1.0, 2.0)
+
+
+def test_a_run_without_gain_ends_in_order(workshop):
+    """Stopped at the second validation: a checkpoint, an export, the event, and the results of that step."""
+    run = workshop.run(*PLAIN, STOPS_AT_4)
+    assert [row["step"] for row in run.training_rows] == [1, 2, 3, 4]
+    told = next(event for event in run.events if event["event"] == "early_stop")
+    losses = {row["step"]: row["eval/loss"] for row in run.validation_rows}
+    best = min(losses, key=losses.get)
+    assert (told["step"], told["metric"], told["best_step"], told["best"]) == (4, "loss", best, losses[best])
+    assert run.events[-1]["event"] == "end" and run.events[-1]["eval_loss"] == losses[4]
+    assert run.dir.export.exists() and committed(run.folder)[0] == "checkpoint-4"
+    saves = [event["checkpoint"] for event in run.events if event["event"] == "save"]
+    assert saves == ["checkpoint-4"]  # a step to save at, too: one state is saved once
+
+
+def test_killed_before_its_export_it_does_not_train_on(workshop, tmp_path):
+    """The same command starts at the checkpoint it had stopped at, and ends there with the same export."""
+    stopped, output = workshop.run(*PLAIN, STOPS_AT_4), tmp_path / "run"
+    shutil.copytree(stopped.folder, output)
+    shutil.rmtree(output / "export")
+    run = Run(output, completed(workshop.command(output, *PLAIN, STOPS_AT_4)))
+    assert run.training_rows == stopped.training_rows
+    weights = [each.dir.export / "model.safetensors" for each in (run, stopped)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 if __name__ == "__main__":

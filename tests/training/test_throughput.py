@@ -309,21 +309,28 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_only_after_it_recover
     assert not stragglers.judge([0.5, 0.6, 0.5], 10.0, 10 * STEPS), "a hundredth of a step is no matter"
 
 
-@pytest.mark.parametrize(
-    "settings, wanted", [((), None), (["training.bf16=true"], True)], ids=["fp32", "bf16"]
-)
-def test_tf32_is_for_what_stays_fp32_beside_bf16(tmp_path, monkeypatch, settings, wanted):
-    """On GPUs that have it; a recipe in fp32 means fp32, and one that names `tf32` is heard."""
-    given = {}
-    monkeypatch.setattr(arguments, "is_torch_tf32_available", lambda: True)
-    monkeypatch.setattr(arguments, "TrainingArguments", lambda **keywords: given.update(keywords))
-    recipe = load_recipe("features/gpt2", ["training.bf16=false", *settings])
-    arguments.build_arguments(recipe, None, tmp_path, 1)
-    assert given.get("tf32") is wanted
-    arguments.build_arguments(
-        load_recipe("features/gpt2", [*settings, "training.tf32=false"]), None, tmp_path, 1
-    )
-    assert given["tf32"] is False
+TF32 = {
+    (): ("highest", "none"),
+    ("training.bf16=true",): ("high", "tf32"),
+    ("training.bf16=true", "training.tf32=false"): ("highest", "ieee"),
+}
+
+
+@pytest.mark.parametrize("settings", TF32)
+def test_tf32_is_for_what_stays_fp32_beside_bf16(tmp_path, monkeypatch, settings):
+    """On GPUs that have it; a recipe in fp32 means fp32, and one that names `tf32` is heard.
+
+    Both of torch's switches agree: inductor's max-autotune asks the older one. This machine is told that it has TF32.
+    """
+    for module in ("pretraining.training.arguments", "transformers.training_args"):
+        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    try:
+        arguments.build_arguments(load_recipe("features/gpt2", settings), None, tmp_path, 1)
+        assert (torch.get_float32_matmul_precision(), torch.backends.fp32_precision) == TF32[settings]
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision(before)
 
 
 GB = 1_000_000_000
