@@ -14,6 +14,7 @@ from pretraining.data.manifest import (
     entropy_bits,
     num_shard_bytes,
     read_manifest,
+    read_positions,
     source_entries,
 )
 from pretraining.data.progress import ProgressBar
@@ -209,6 +210,8 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
         raise damaged(folder / MANIFEST_NAME, what, folder)
     if fault := tokenizer_fault(data.tokenizer_folder, data.manifest["tokenizer"]):
         raise damaged(data.tokenizer_folder / fault[0], fault[1], folder)
+    if "validation_positions" in data.manifest:
+        read_positions(folder, data.manifest)
     path = data.tokenizer_folder / "tokenizer.json"
     try:
         described = vars(describe_tokenizer(data.tokenizer_folder, str(path)))

@@ -6,20 +6,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, ArrivingSplit
 from pretraining.data.manifest import (
-    POSITIONS_FILE,
     check_blocks,
     data_differences,
     fitting_beside,
     num_shard_bytes,
     read_manifest,
+    read_positions,
     tokenizer_difference,
     verify,
 )
@@ -165,7 +163,7 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
     # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder, manifest)
-    manifest = _part_of(recipe, manifest, splits, lambda: np.load(folder / POSITIONS_FILE))
+    manifest = part_of(recipe, folder, manifest, splits)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
@@ -173,12 +171,13 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
 def check_part(recipe: Recipe, folder: Path, manifest: dict) -> None:
     """Raise UserError if what the run reads of a data set has no block of training or of validation."""
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
-    _part_of(recipe, manifest, splits, lambda: np.load(folder / POSITIONS_FILE))
+    part_of(recipe, folder, manifest, splits)
 
 
-def _part_of(recipe: Recipe, manifest: dict, splits: dict[str, Any], read_positions: Callable) -> dict:
+def part_of(recipe: Recipe, place: Path | RemoteData, manifest: dict, splits: dict[str, Any]) -> dict:
     """Return the manifest of what the run reads (`excerpt_of`); UserError if a split of it has no block."""
-    part = excerpt_of(manifest, splits, portions_of(recipe), read_positions)
+    read = partial(read_positions, place) if isinstance(place, Path) else place.read_positions
+    part = excerpt_of(manifest, splits, portions_of(recipe), lambda: read(manifest))
     if part is not manifest:
         check_blocks(part["splits"], recipe.data, recipe.sequence_length, is_part=True)
     return part
@@ -198,7 +197,7 @@ def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedD
     folder = remote.local_folder(manifest)
     check_enough(manifest, portions_of(recipe), remote.address, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
-    manifest = _part_of(recipe, manifest, splits, remote.read_positions)
+    manifest = part_of(recipe, remote, manifest, splits)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 

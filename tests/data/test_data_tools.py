@@ -265,6 +265,8 @@ DAMAGED = {
     "tokenizer": "tokenizer/tokenizer.json",
     "tokenizer_config": "tokenizer/tokenizer_config.json",
     "state": "train/state.json",
+    "positions": "validation_positions.npy",
+    "no-positions": "validation_positions.npy",
 }
 
 
@@ -274,14 +276,14 @@ def test_verify_names_the_damaged_file(copy, damage):
     shards = sorted((copy / "train").glob("*.arrow"))
     path = copy / DAMAGED[damage] if damage in DAMAGED else shards[2]
     content = bytearray(path.read_bytes())
-    if damage == "missing":
+    if damage in ("missing", "no-positions"):
         path.unlink()
     elif damage == "swap":
         shards[3].rename(path)
         shards[3].write_bytes(content)
     elif damage == "cut":
         path.write_bytes(content[:-8])
-    elif damage == "flip":
+    elif damage in ("flip", "positions"):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
     else:
@@ -341,7 +343,7 @@ def test_push_sends_everything_and_the_manifest_last(made, tmp_path):
         for name, content in hub.files.items():
             (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "got" / name).write_bytes(content)
-        assert verify_data(tmp_path / "got")["documents"] == 120
+        assert verify_data(tmp_path / "got")["documents"] == 120 and "validation_positions.npy" in hub.files
         hub.refuse_with = 403
         assert "HF_TOKEN" in execute(words, **hub.environment).refusal
 

@@ -18,6 +18,7 @@ from pretraining.data.manifest import (
     data_differences,
     fitting_beside,
     read_manifest,
+    read_positions,
     report_text,
     source_entries,
 )
@@ -151,6 +152,8 @@ def prepare_data(
                     # numpy, tokenizers and pyarrow are needed from here on
                     from pretraining.data.preparation.plan import Preparation
 
+                    if manifest and "validation_positions" in manifest:
+                        read_positions(folder, manifest)  # now, not after hours of work
                     targets = targets_beside(manifest, portions) if manifest else portions
                     preparation = Preparation.of(recipe, sources, folder, fingerprints, targets, manifest)
                     replaced, jobs = _build(preparation, show_progress, execution or Execution())
