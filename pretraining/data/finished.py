@@ -132,6 +132,11 @@ class SplitDocuments(TokenSplit):
         tokens = shard.tokens[start:stop]
         return StoredDocument(self.name, number, *where, tokens, int(shard.num_bytes[row]))
 
+    def number_of(self, shard: str, row: int) -> int:
+        """Return the number of the document in a row of a shard's file."""
+        files = [entry["file"] for entry in self.shard_entries]
+        return int(self._document_starts[files.index(shard)]) + row
+
     def between(self, start: int, stop: int) -> Iterator["StoredDocument"]:
         """Read the documents that hold the tokens [start, stop) of the stream, in order."""
         numbers = []

@@ -149,8 +149,11 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or ShardCache.of())
-    folder = Path(data_root) / recipe.data.name
-    command = preparing_command(recipe, Path(data_root))
+    return open_folder(recipe, Path(data_root) / recipe.data.name, preparing_command(recipe, Path(data_root)))
+
+
+def open_folder(recipe: Recipe, folder: Path, command: str) -> PreparedData:
+    """Open the recipe's data in a folder of this machine, whatever its name; command: prepares it."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
@@ -163,7 +166,7 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
     # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder, manifest)
-    manifest = part_of(recipe, folder, manifest, splits)
+    manifest = _part_of(recipe, folder, manifest, splits)
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
@@ -171,10 +174,10 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
 def check_part(recipe: Recipe, folder: Path, manifest: dict) -> None:
     """Raise UserError if what the run reads of a data set has no block of training or of validation."""
     splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
-    part_of(recipe, folder, manifest, splits)
+    _part_of(recipe, folder, manifest, splits)
 
 
-def part_of(recipe: Recipe, place: Path | RemoteData, manifest: dict, splits: dict[str, Any]) -> dict:
+def _part_of(recipe: Recipe, place: Path | RemoteData, manifest: dict, splits: dict[str, Any]) -> dict:
     """Return the manifest of what the run reads (`excerpt_of`); UserError if a split of it has no block."""
     read = partial(read_positions, place) if isinstance(place, Path) else place.read_positions
     part = excerpt_of(manifest, splits, portions_of(recipe), lambda: read(manifest))
@@ -197,7 +200,7 @@ def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedD
     folder = remote.local_folder(manifest)
     check_enough(manifest, portions_of(recipe), remote.address, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
-    manifest = part_of(recipe, remote, manifest, splits)
+    manifest = _part_of(recipe, remote, manifest, splits)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
