@@ -22,7 +22,7 @@ from pretraining.data.manifest import (
     verify,
 )
 from pretraining.data.mixture import SourceMixture, build_mixture
-from pretraining.data.portions import check_enough, excerpt_of, lacking, portions_of
+from pretraining.data.portions import check_enough, excerpt_of, lacking, may_hold_more, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
@@ -162,19 +162,22 @@ def open_folder(recipe: Recipe, folder: Path, command: str) -> PreparedData:
         remedy = f"put it back, or delete {folder} and run: {command}"
         raise UserError(f"{folder}/tokenizer/{': '.join(fault)}; {remedy}")
     check_enough(manifest, portions_of(recipe), folder, command)
-    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
+    splits = _splits_of(folder, manifest)
     # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder, manifest)
     manifest = _part_of(recipe, folder, manifest, splits)
-    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
+    splits = _splits_of(folder, manifest)
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
 
 def check_part(recipe: Recipe, folder: Path, manifest: dict) -> None:
     """Raise UserError if what the run reads of a data set has no block of training or of validation."""
-    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
-    _part_of(recipe, folder, manifest, splits)
+    _part_of(recipe, folder, manifest, _splits_of(folder, manifest))
+
+
+def _splits_of(folder: Path, manifest: dict) -> dict[str, TokenSplit]:
+    return {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
 
 
 def _part_of(recipe: Recipe, place: Path | RemoteData, manifest: dict, splits: dict[str, Any]) -> dict:
@@ -227,14 +230,23 @@ def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: 
 
 
 def note_repeats(recipe: Recipe, data_root: Path | str) -> None:
-    """Print how often the budget reads the data, if it is prepared already and is read more than once."""
-    manifest = None if is_remote(data_root) else read_manifest(Path(data_root) / recipe.data.name)
-    if manifest is None or data_differences(manifest, recipe.data.to_dict()):
+    """Print how often the budget reads what the run reads of prepared data, if that is there, and more than once."""
+    folder, portions = Path(data_root) / recipe.data.name, portions_of(recipe)
+    manifest = None if is_remote(data_root) else read_manifest(folder)
+    if manifest is None or data_differences(manifest, recipe.data.to_dict()) or lacking(manifest, portions):
         return
-    tokens = manifest["splits"]["train"]["tokens"]
-    if not lacking(manifest, portions_of(recipe)) and (epochs := recipe.num_tokens / max(1, tokens)) > 1:
-        what = f"has {tokens:,} training tokens, which the budget of {recipe.num_tokens:,} reads {epochs:.3g} times"
-        print(f"note: {data_root}/{recipe.data.name}: {what}", file=sys.stderr, flush=True)
+    has = "has"
+    if may_hold_more(manifest, portions):
+        try:
+            read = partial(read_positions, folder, manifest)
+            part = excerpt_of(manifest, _splits_of(folder, manifest), portions, read)
+        except UserError:  # said when the data is opened
+            return
+        manifest, has = part, "has" if part is manifest else "gives this run"
+    tokens, budget = manifest["splits"]["train"]["tokens"], recipe.num_tokens
+    if (epochs := budget / max(1, tokens)) > 1:
+        what = f"{has} {tokens:,} training tokens, which the budget of {budget:,} reads {epochs:.3g} times"
+        print(f"note: {folder}: {what}", file=sys.stderr, flush=True)
 
 
 def preparing_command(recipe: Recipe, data_root: Path) -> str:
