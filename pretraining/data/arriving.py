@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretraining.data.manifest import POSITIONS_FILE, read_manifest
+from pretraining.data.manifest import read_manifest, read_positions
 from pretraining.data.order import ALL_SAMPLES, WindowedOrder
 from pretraining.data.portions import Portion, excerpt_of, lacking
 from pretraining.data.publishing import work_folder
@@ -88,8 +88,8 @@ class ArrivingSplit(ScatteredSplit):
         kind = TokenSplit if is_whole else ScatteredSplit
         try:
             splits = {name: kind(self.place / name, entry) for name, entry in manifest["splits"].items()}
-            read_positions = partial(np.load, self.place / POSITIONS_FILE)
-            return excerpt_of(manifest, splits, self.portions, read_positions), is_whole
+            of_validation = partial(read_positions, self.place, manifest)
+            return excerpt_of(manifest, splits, self.portions, of_validation), is_whole
         except FileNotFoundError:
             if is_whole:
                 raise

@@ -32,6 +32,13 @@ def checksum_of_file(path: Path) -> str:
     return f"xxh128:{digest.hexdigest()}"
 
 
+def checksum_of(content: bytes) -> str:
+    """Compute the same of the content of a file."""
+    import xxhash
+
+    return f"xxh128:{xxhash.xxh128(content).hexdigest()}"
+
+
 def digest_of(*parts: Any) -> str:
     """Compute blake2b of JSON values, independent of the order of their keys."""
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

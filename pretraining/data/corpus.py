@@ -55,6 +55,8 @@ class FileSource:
 
     files: list[InputFile]
     column: TextColumn = field(default_factory=TextColumn)
+    unread: dict[str, int] = field(default_factory=dict)
+    """Files of the same folder that are not read, by kind."""
     large_pieces: ClassVar[bool] = False
 
     def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
@@ -214,12 +216,13 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
         named = (spec.dataset, spec.config, spec.split, spec.revision)
         return HubSource(*named, column, identity_of_dataset(*named))
     # the recipe names one of the three
-    files = list_files(str(spec.path), f"{key}.path", spec.format)
+    unread: Counter[str] = Counter()
+    files = list_files(str(spec.path), f"{key}.path", spec.format, unread)
     for file in files if conditions else ():
         if not file.name.lower().endswith(ROW_SUFFIXES):
             what = f"asks for fields, and {file.address} has none; leave one of them out"
             raise UserError(f"{key}.keep: {what}")
-    return FileSource(files, column)
+    return FileSource(files, column, dict(unread))
 
 
 def open_sources(data: Data) -> list[TextSource]:

@@ -14,6 +14,7 @@ from pretraining.data.manifest import (
     entropy_bits,
     num_shard_bytes,
     read_manifest,
+    read_positions,
     source_entries,
 )
 from pretraining.data.progress import ProgressBar
@@ -131,6 +132,11 @@ class SplitDocuments(TokenSplit):
         tokens = shard.tokens[start:stop]
         return StoredDocument(self.name, number, *where, tokens, int(shard.num_bytes[row]))
 
+    def number_of(self, shard: str, row: int) -> int:
+        """Return the number of the document in a row of a shard's file."""
+        files = [entry["file"] for entry in self.shard_entries]
+        return int(self._document_starts[files.index(shard)]) + row
+
     def between(self, start: int, stop: int) -> Iterator["StoredDocument"]:
         """Read the documents that hold the tokens [start, stop) of the stream, in order."""
         numbers = []
@@ -209,6 +215,8 @@ def verify_data(folder: Path, show_progress: bool = False) -> dict:
         raise damaged(folder / MANIFEST_NAME, what, folder)
     if fault := tokenizer_fault(data.tokenizer_folder, data.manifest["tokenizer"]):
         raise damaged(data.tokenizer_folder / fault[0], fault[1], folder)
+    if "validation_positions" in data.manifest:
+        read_positions(folder, data.manifest)
     path = data.tokenizer_folder / "tokenizer.json"
     try:
         described = vars(describe_tokenizer(data.tokenizer_folder, str(path)))

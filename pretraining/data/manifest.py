@@ -1,6 +1,7 @@
 """Read and compare manifest.json: what a data set holds and came from. It is written last: if it is there, the data
 set is complete."""
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.checksums import checksum_of_file
+from pretraining.data.checksums import checksum_of, checksum_of_file
 from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import local_fingerprint
 from pretraining.errors import UserError
@@ -235,6 +236,24 @@ def verify(folder: Path, manifest: dict) -> None:
                 what = f"damaged shard: checksum {found}, expected {shard['checksum']}"
                 remedy = f"delete {folder} and prepare the data again (data_prep.py), or copy it again"
                 raise UserError(f"{path}: {what}; {remedy}")
+
+
+def read_positions(folder: Path, manifest: dict) -> "numpy.ndarray":
+    """Read `POSITIONS_FILE`; UserError unless it is the one that the manifest was written with."""
+    path = folder / POSITIONS_FILE
+    content = read_bytes(path) if path.is_file() else None
+    remedy = f"copy it again, or delete {folder} and prepare the data again (data_prep.py)"
+    return parse_positions(content, manifest, str(path), remedy)
+
+
+def parse_positions(content: bytes | None, manifest: dict, where: str, remedy: str) -> "numpy.ndarray":
+    import numpy as np
+
+    found = "nothing" if content is None else checksum_of(content)
+    if found != (expected := manifest["validation_positions"]):
+        what = f"missing or damaged: checksum {found}, expected {expected}"
+        raise UserError(f"{where}: {what}; a run that reads a part of the data needs it: {remedy}")
+    return np.load(io.BytesIO(content))
 
 
 def num_shard_bytes(manifest: dict) -> int:

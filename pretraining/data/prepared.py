@@ -6,25 +6,23 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, ArrivingSplit
 from pretraining.data.manifest import (
-    POSITIONS_FILE,
     check_blocks,
     data_differences,
     fitting_beside,
     num_shard_bytes,
     read_manifest,
+    read_positions,
     tokenizer_difference,
     verify,
 )
 from pretraining.data.mixture import SourceMixture, build_mixture
-from pretraining.data.portions import check_enough, excerpt_of, lacking, portions_of
+from pretraining.data.portions import check_enough, excerpt_of, lacking, may_hold_more, portions_of
 from pretraining.data.shards import TokenSplit
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.data.streaming.remote_data import RemoteData, StreamedSplit
@@ -151,8 +149,11 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
     """
     if is_remote(data_root):
         return _open_remote(recipe, data_root, cache or ShardCache.of())
-    folder = Path(data_root) / recipe.data.name
-    command = preparing_command(recipe, Path(data_root))
+    return open_folder(recipe, Path(data_root) / recipe.data.name, preparing_command(recipe, Path(data_root)))
+
+
+def open_folder(recipe: Recipe, folder: Path, command: str) -> PreparedData:
+    """Open the recipe's data in a folder of this machine, whatever its name; command: prepares it."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"{folder}: the data is not prepared; run: {command}")
@@ -161,24 +162,28 @@ def open_prepared(recipe: Recipe, data_root: Path | str, cache: ShardCache | Non
         remedy = f"put it back, or delete {folder} and run: {command}"
         raise UserError(f"{folder}/tokenizer/{': '.join(fault)}; {remedy}")
     check_enough(manifest, portions_of(recipe), folder, command)
-    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
+    splits = _splits_of(folder, manifest)
     # Last, because it reads every shard.
     if num_shard_bytes(manifest) <= VERIFIED_BYTES:
         verify(folder, manifest)
-    manifest = _part_of(recipe, manifest, splits, lambda: np.load(folder / POSITIONS_FILE))
-    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
+    manifest = _part_of(recipe, folder, manifest, splits)
+    splits = _splits_of(folder, manifest)
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
 
 def check_part(recipe: Recipe, folder: Path, manifest: dict) -> None:
     """Raise UserError if what the run reads of a data set has no block of training or of validation."""
-    splits = {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
-    _part_of(recipe, manifest, splits, lambda: np.load(folder / POSITIONS_FILE))
+    _part_of(recipe, folder, manifest, _splits_of(folder, manifest))
 
 
-def _part_of(recipe: Recipe, manifest: dict, splits: dict[str, Any], read_positions: Callable) -> dict:
+def _splits_of(folder: Path, manifest: dict) -> dict[str, TokenSplit]:
+    return {name: TokenSplit(folder / name, entry) for name, entry in manifest["splits"].items()}
+
+
+def _part_of(recipe: Recipe, place: Path | RemoteData, manifest: dict, splits: dict[str, Any]) -> dict:
     """Return the manifest of what the run reads (`excerpt_of`); UserError if a split of it has no block."""
-    part = excerpt_of(manifest, splits, portions_of(recipe), read_positions)
+    read = partial(read_positions, place) if isinstance(place, Path) else place.read_positions
+    part = excerpt_of(manifest, splits, portions_of(recipe), lambda: read(manifest))
     if part is not manifest:
         check_blocks(part["splits"], recipe.data, recipe.sequence_length, is_part=True)
     return part
@@ -198,7 +203,7 @@ def _open_remote(recipe: Recipe, data_root: str, cache: ShardCache) -> PreparedD
     folder = remote.local_folder(manifest)
     check_enough(manifest, portions_of(recipe), remote.address, command + copying)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
-    manifest = _part_of(recipe, manifest, splits, remote.read_positions)
+    manifest = _part_of(recipe, remote, manifest, splits)
     splits = {name: StreamedSplit(remote, name, entry) for name, entry in manifest["splits"].items()}
     return PreparedData(folder, manifest, splits["train"], splits["validation"])
 
@@ -225,14 +230,23 @@ def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: 
 
 
 def note_repeats(recipe: Recipe, data_root: Path | str) -> None:
-    """Print how often the budget reads the data, if it is prepared already and is read more than once."""
-    manifest = None if is_remote(data_root) else read_manifest(Path(data_root) / recipe.data.name)
-    if manifest is None or data_differences(manifest, recipe.data.to_dict()):
+    """Print how often the budget reads what the run reads of prepared data, if that is there, and more than once."""
+    folder, portions = Path(data_root) / recipe.data.name, portions_of(recipe)
+    manifest = None if is_remote(data_root) else read_manifest(folder)
+    if manifest is None or data_differences(manifest, recipe.data.to_dict()) or lacking(manifest, portions):
         return
-    tokens = manifest["splits"]["train"]["tokens"]
-    if not lacking(manifest, portions_of(recipe)) and (epochs := recipe.num_tokens / max(1, tokens)) > 1:
-        what = f"has {tokens:,} training tokens, which the budget of {recipe.num_tokens:,} reads {epochs:.3g} times"
-        print(f"note: {data_root}/{recipe.data.name}: {what}", file=sys.stderr, flush=True)
+    has = "has"
+    if may_hold_more(manifest, portions):
+        try:
+            read = partial(read_positions, folder, manifest)
+            part = excerpt_of(manifest, _splits_of(folder, manifest), portions, read)
+        except UserError:  # said when the data is opened
+            return
+        manifest, has = part, "has" if part is manifest else "gives this run"
+    tokens, budget = manifest["splits"]["train"]["tokens"], recipe.num_tokens
+    if (epochs := budget / max(1, tokens)) > 1:
+        what = f"{has} {tokens:,} training tokens, which the budget of {budget:,} reads {epochs:.3g} times"
+        print(f"note: {folder}: {what}", file=sys.stderr, flush=True)
 
 
 def preparing_command(recipe: Recipe, data_root: Path) -> str:

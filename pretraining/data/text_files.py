@@ -9,7 +9,9 @@ import gzip
 import io
 import itertools
 import json
+import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,7 +36,16 @@ EXPANSION = 3
 ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 READABLE_SUFFIXES = (".txt", *ROW_SUFFIXES, *WARC_SUFFIXES)
 
+HOW_TO_READ = (
+    'rename lines of JSON to .jsonl, .jsonl.gz or .jsonl.zst; "format": "lines" reads .txt.gz and .txt.zst; '
+)
+HOW_TO_READ += "convert others to .jsonl or .parquet"
+
 _PACKED = ("", ".gz", ".zst")
+_PACKINGS = (".gz", ".zst", ".bz2", ".xz", ".zip", ".lz4", ".snappy")
+"""Of which the suffix before them says more."""
+_MOST_KINDS = 5
+"""Kinds of files that a note names."""
 SUFFIXES_OF = {
     None: READABLE_SUFFIXES,
     "lines": tuple(f".txt{packed}" for packed in _PACKED),
@@ -145,18 +156,24 @@ class TextColumn:
             raise UserError(f"{where}: {what}; set {self.key}")
 
 
-def list_files(spec: str, key: str = "data.sources", form: str | None = None) -> list[InputFile]:
+def list_files(
+    spec: str, key: str = "data.sources", form: str | None = None, unread: Counter[str] | None = None
+) -> list[InputFile]:
     """List the files that a path, folder or glob names, by name; UserError if there is none to read.
 
-    In a folder only readable suffixes count; a file or glob with others is refused. form: `format` of the source.
+    In a folder only readable suffixes count, and others are counted in `unread`; a file or glob with others is refused.
+    form: `format` of the source.
     """
+    unread = Counter() if unread is None else unread
     if not spec.strip():
         raise UserError(f"{key}: path is empty; name a file, a folder or a glob")
     suffixes = SUFFIXES_OF[form]
-    found = _remote_files(spec, key, suffixes) if is_remote(spec) else _local_files(spec, key, suffixes)
+    list_them = _remote_files if is_remote(spec) else _local_files
+    found = list_them(spec, key, suffixes, unread)
     if not found:
         looked_in = "" if is_remote(spec) else f" (looked in {Path.cwd()})"
-        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)}){looked_in}")
+        there = f"; there are {counted(unread)}" if unread else ""
+        raise UserError(f"{key}: {spec}: no readable file there ({', '.join(suffixes)}){looked_in}{there}")
     # By parts, not by the whole string: the order of folders, the same on every machine.
     return sorted(found, key=lambda file: PurePosixPath(file.name).parts)
 
@@ -166,11 +183,73 @@ def local_file(path: Path, root: Path) -> InputFile:
     return InputFile(str(path), path.relative_to(root).as_posix(), status.st_size, str(status.st_mtime_ns))
 
 
-def _local_files(spec: str, key: str, suffixes: tuple[str, ...]) -> list[InputFile]:
+def files_below(folder: Path, key: str, suffixes: tuple[str, ...], unread: Counter[str]) -> list[Path]:
+    """List the files with these suffixes in a folder and all folders in it; UserError if one of these cannot be read.
+
+    The others are counted in `unread`. A link to a folder is entered if it leads to one that is neither around
+    `folder`, nor in it, nor entered already: no file is read twice.
+    """
+
+    def refuse(error: OSError) -> None:
+        what = f"{error.filename} cannot be read ({error.strerror})"
+        raise UserError(f"{key}: {what}; make it readable, or move it elsewhere") from error
+
+    found: list[Path] = []
+    entered, waiting = {_identity_of(each) for each in folder.resolve().parents}, [folder]
+    while waiting:
+        # What has a place of its own comes first, so that links change no name.
+        begin = min(waiting)
+        waiting.remove(begin)
+        for root, folders, names in os.walk(begin, onerror=refuse):
+            if (identity := _identity_of(Path(root))) in entered:
+                folders.clear()
+                continue
+            entered.add(identity)
+            waiting += [path for name in folders if (path := Path(root, name)).is_symlink()]
+            for path in (Path(root, name) for name in names):
+                if not path.name.lower().endswith(suffixes):
+                    _count_unread(path.relative_to(folder).parts, unread)
+                elif path.is_file():
+                    found.append(path)
+                elif path.is_symlink():
+                    unread["broken links"] += 1
+    return found
+
+
+def _identity_of(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_dev, status.st_ino
+
+
+def _count_unread(parts: tuple[str, ...], unread: Counter[str]) -> None:
+    # Hidden files (.git, caches) are no data.
+    if not any(part.startswith(".") for part in parts):
+        endings = PurePosixPath(parts[-1].lower()).suffixes[-2:]
+        is_packed = parts[-1].lower().endswith(_PACKINGS)
+        unread["".join(endings if is_packed else endings[-1:]) or "no suffix"] += 1
+
+
+def unread_note(key: str, unread: dict[str, int], num_read: int, remedy: str) -> str:
+    """Say in one line which files of a folder are not read, and what would read them."""
+    count = sum(unread.values())
+    verb = "is" if count == 1 else "are"
+    return (
+        f"note: {key}: {count:,} of {num_read + count:,} files {verb} not read: {counted(unread)}; {remedy}"
+    )
+
+
+def counted(unread: dict[str, int]) -> str:
+    """List how many files there are of each kind, the most frequent first."""
+    kinds = [
+        f"{kind} ({count:,})" for kind, count in sorted(unread.items(), key=lambda each: (-each[1], each[0]))
+    ]
+    return ", ".join([*kinds[:_MOST_KINDS], *(["..."] if len(kinds) > _MOST_KINDS else [])])
+
+
+def _local_files(spec: str, key: str, suffixes: tuple[str, ...], unread: Counter[str]) -> list[InputFile]:
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = [each for each in path.rglob("*") if each.name.lower().endswith(suffixes) and each.is_file()]
-        return [local_file(each, path) for each in files]
+        return [local_file(each, path) for each in files_below(path, key, suffixes, unread)]
     root, matches = path.parent, [path]
     if not path.is_file():
         # After files and folders, whose own names may hold a bracket or a star.
@@ -190,7 +269,7 @@ def _refuse_unreadable(paths: Iterable[str], key: str, suffixes: tuple[str, ...]
             raise UserError(f"{key}: {path}: unknown suffix; {readable}")
 
 
-def _remote_files(spec: str, key: str, suffixes: tuple[str, ...]) -> list[InputFile]:
+def _remote_files(spec: str, key: str, suffixes: tuple[str, ...], unread: Counter[str]) -> list[InputFile]:
     fsspec = require("fsspec", f"reading {spec}")
     try:
         system, path = fsspec.core.url_to_fs(spec)
@@ -203,6 +282,8 @@ def _remote_files(spec: str, key: str, suffixes: tuple[str, ...]) -> list[InputF
         else:
             found = system.find(path, detail=True)
             entries = {name: info for name, info in found.items() if name.lower().endswith(suffixes)}
+            for name in found.keys() - entries.keys():
+                _count_unread(tuple(name.removeprefix(path).split("/")), unread)
     except FileNotFoundError as error:
         raise UserError(f"{key}: {spec}: no such file or folder can be reached there") from error
     except ImportError as error:  # fsspec names the package that this kind of address needs

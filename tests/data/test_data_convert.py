@@ -22,7 +22,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.tokenizer import train_tokenizer
 from pretraining.data.tools.convert import TokenBytes, TokenFiles, draw_of_tokens, export_data, import_data
 from pretraining.runtime.exit_codes import INTERRUPTED
-from tests.gear.finished_data import documents_of, make_texts, recipe_for, refusal
+from tests.gear.finished_data import documents_of, make_texts, prepare, recipe_for, refusal, write_jsonl
 from tests.gear.runs import Started, completed
 
 TOOL = [sys.executable, "-m", "pretraining.data"]
@@ -53,6 +53,25 @@ def test_there_and_back_is_the_same_data(made, tmp_path, form):
     assert opened.fingerprint == there["fingerprint"]
     message = refusal(open_prepared, recipe_for(made.source), tmp_path / "data")
     assert f"converted from {form} files" in message and str(tmp_path / "out") in message
+
+
+@pytest.mark.parametrize("borders", ["bos_eos", "bos"])
+def test_what_begins_a_document_is_no_text_there_and_back(tmp_path, borders):
+    """The bytes of the texts alone are counted, and it stays known; documents without an end-of-text token get one."""
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(60))
+    train_tokenizer([], 258, tmp_path / "tokenizer", special_tokens=["<|begin|>"])
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": "<|begin|>"}))
+    folder = prepare(tmp_path / "data", recipe_for(source, tokenizer=str(config.parent), borders=borders))
+    export_data(folder, "megatron", tmp_path / "out")
+    made = import_data(tmp_path / "back", TokenFiles("megatron", tmp_path / "out"), None, 0.5)
+    verify_data(tmp_path / "back")
+    there, back = read_manifest(folder), read_manifest(tmp_path / "back")
+    assert back["data"]["borders"] == "bos_eos" and back["tokenizer"] == there["tokenizer"]
+    for split in ("train", "validation"):
+        assert back["splits"][split]["bytes"] == there["splits"][split]["bytes"]
+    assert made["eos_added"] == (0 if borders == "bos_eos" else 60)
+    assert (back["fingerprint"] == there["fingerprint"]) == (borders == "bos_eos")
 
 
 def read_megatron(prefix: Path) -> list[np.ndarray]:

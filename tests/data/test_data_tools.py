@@ -14,7 +14,8 @@ from pretraining.data.__main__ import main
 from pretraining.data.finished import open_finished, verify_data
 from pretraining.data.manifest import read_manifest
 from pretraining.data.order import GlobalOrder
-from pretraining.data.packed_dataset import PackedDataset
+from pretraining.data.packed_dataset import PackedDataset, build_training_dataset
+from pretraining.data.prepared import open_prepared
 from pretraining.data.shards import SplitWriter
 from pretraining.data.tools.convert import FORMATS, READ_ONLY
 from pretraining.data.tools.inspect import Inspection, measure_data
@@ -157,6 +158,31 @@ def test_a_sample_is_the_one_training_reads(made, tmp_path, capsys):
     assert mixed["sample"] == 3 and sum(len(part["text"]) for part in mixed["documents"])
 
 
+@pytest.mark.parametrize("mixing", [{}, {"weight": 1, "max_epochs": 1e6}])
+def test_a_sample_of_a_part_is_the_one_its_run_reads(tmp_path, capsys, mixing):
+    """With caps, in a data set that holds more; in a mixture the epoch is that of the sample's source."""
+    sources = [write_jsonl(tmp_path / f"{n}.jsonl", make_texts(120, n)) for n in range(2)]
+    folder = prepare(tmp_path / "data", recipe_for(*sources))
+    caps = [
+        {"path": str(path), "max_tokens": cap, **mixing}
+        for path, cap in zip(sources, (700, 4000), strict=True)
+    ]
+    recipe = load_recipe(str(recipe_file(tmp_path, sources[0], sources=caps)))
+    data = open_prepared(recipe, tmp_path / "data").for_run(recipe)
+    dataset, whole = build_training_dataset(data, recipe, 0), open_finished(folder).split("train")
+    epochs = set()
+    for sample in (0, 1, 77, 78):
+        shown = answer(capsys, "inspect", folder, "--sample", sample, "--recipe", tmp_path / "small.json")
+        parts = [whole.document(p["number"]).tokens[slice(*p["document_tokens"])] for p in shown["documents"]]
+        assert np.concatenate(parts)[:-1].tolist() == dataset[sample]["input_ids"].tolist()
+        epochs.add(shown["epoch"])
+        if mixing:
+            source = int(dataset[sample]["source"])
+            assert {part["source"] for part in shown["documents"]} == {f"{source}.jsonl"}
+            assert shown["epoch"] == sample // 2 // data.mixture.num_blocks[source]
+    assert not mixing or len(epochs) == 2
+
+
 def test_a_packed_sample_shows_the_documents_it_is_made_of(made, tmp_path, capsys):
     """With `data.packing` best_fit: the parts follow each other without gaps and are a packed block's tokens."""
     file = recipe_file(tmp_path, made.source)
@@ -265,6 +291,8 @@ DAMAGED = {
     "tokenizer": "tokenizer/tokenizer.json",
     "tokenizer_config": "tokenizer/tokenizer_config.json",
     "state": "train/state.json",
+    "positions": "validation_positions.npy",
+    "no-positions": "validation_positions.npy",
 }
 
 
@@ -274,14 +302,14 @@ def test_verify_names_the_damaged_file(copy, damage):
     shards = sorted((copy / "train").glob("*.arrow"))
     path = copy / DAMAGED[damage] if damage in DAMAGED else shards[2]
     content = bytearray(path.read_bytes())
-    if damage == "missing":
+    if damage in ("missing", "no-positions"):
         path.unlink()
     elif damage == "swap":
         shards[3].rename(path)
         shards[3].write_bytes(content)
     elif damage == "cut":
         path.write_bytes(content[:-8])
-    elif damage == "flip":
+    elif damage in ("flip", "positions"):
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
     else:
@@ -341,7 +369,7 @@ def test_push_sends_everything_and_the_manifest_last(made, tmp_path):
         for name, content in hub.files.items():
             (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "got" / name).write_bytes(content)
-        assert verify_data(tmp_path / "got")["documents"] == 120
+        assert verify_data(tmp_path / "got")["documents"] == 120 and "validation_positions.npy" in hub.files
         hub.refuse_with = 403
         assert "HF_TOKEN" in execute(words, **hub.environment).refusal
 

@@ -299,14 +299,15 @@ def test_ngrams_are_those_of_the_stated_normalisation(unit, n):
         assert shared == len(expected[first] & expected[second])
 
 
-def test_a_text_hashes_alike_alone_and_among_others():
-    """Batches, neighbours and wide characters beside a text leave its n-grams what they are."""
+@pytest.mark.parametrize("unit", ["words", "characters", "written"])
+def test_a_text_hashes_alike_alone_and_among_others(unit):
+    """Batches, neighbours and wide characters beside a text, in front or behind, leave its n-grams what they are."""
     chance = random.Random(1)
     long = prose(chance, BATCH_CHARACTERS // 4)
     texts = [prose(chance, 40), "日本", long, "", "two words", "x" * 5000]
-    together = ngram_sets(texts, 5)
+    together = ngram_sets(texts, 5, unit)
     for text, found in zip(texts, together, strict=True):
-        assert np.array_equal(ngram_sets([text], 5)[0], found)
+        assert np.array_equal(ngram_sets([text], 5, unit)[0], found)
 
 
 NUM_WORDS = 8

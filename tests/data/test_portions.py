@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fsspec
+import numpy as np
 import pytest
 
 from pretraining.command_line import number_of_tokens
@@ -106,6 +107,24 @@ def test_run_sees_its_own_part_of_what_others_had_prepared(sources, tmp_path):
     held = bytes_of(data)
     prepare(data, small)
     assert bytes_of(data) == held
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_says_which_of_validation_a_part_has_is_checked(sources, tmp_path, is_there):
+    """A copy that lacks the file, or has another: whoever needs it says so in a line; a run of all data goes on."""
+    whole, small = capped(sources, 9000, 5000), capped(sources, 3000, 5000)
+    prepare(tmp_path / "data", whole)
+    path = tmp_path / "data" / "corpus" / "validation_positions.npy"
+    path.unlink()
+    if is_there:
+        np.save(path, np.zeros(48, np.int64))
+    said = "validation_positions.npy: (missing or damaged: checksum|not there).* copy "
+    for root in (tmp_path / "data", (tmp_path / "data").as_uri()):
+        assert re.search(said, refusal(open_prepared, small, root, ShardCache(tmp_path / "cache", 10**9)))
+    assert re.search(said, refusal(prepare, tmp_path / "data", small))
+    assert re.search(said, refusal(prepare, tmp_path / "data", capped(sources, None, None)))
+    assert open_prepared(whole, tmp_path / "data").train.num_tokens > 14000
+    prepare(tmp_path / "data", whole)
 
 
 def test_a_part_without_validation_is_one_line(sources, tmp_path):

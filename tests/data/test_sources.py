@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -17,7 +18,7 @@ from pretraining.data.text_files import Extent
 from pretraining.errors import UserError
 from pretraining.recipe import load_recipe
 from pretraining.recipe.data import Data, Source
-from tests.gear.finished_data import refusal, write_jsonl
+from tests.gear.finished_data import recipe_for, refusal, write_jsonl
 from tests.gear.runs import REPOSITORY
 from tests.gear.served import Served
 
@@ -35,6 +36,41 @@ def write_rows(path):
 
 def texts_of(source, pieces) -> list[str]:
     return [document.text for extents in pieces for document in source.documents(extents)]
+
+
+def test_a_folder_is_read_whole_and_what_is_not_is_said(tmp_path, capsys, monkeypatch):
+    """Links to folders are entered, each folder once; other suffixes are counted; what may not be read is refused."""
+    root, disk, sets = (tmp_path / name for name in ("corpus", "disk", "sets"))
+    for folder in (root / "part", disk / "deep", root / ".git", sets):
+        folder.mkdir(parents=True)
+        write_lines(folder / "a.jsonl")
+    for link, target in {"b": disk, "a": root / "part", "loop": root, "up": tmp_path, "disk": disk}.items():
+        (root / link).symlink_to(target)
+    (root / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    for name in ("1.json.gz", "2.JSON.gz", "part/3.csv", "README", ".git/x"):
+        (root / name).touch()
+    write_jsonl(sets / "a.jsonl", ["another text"])
+    (sets / "quiz.json").touch()
+    data = {"sources": [{"path": str(root)}], "decontaminate": {"folder": str(sets)}}
+    assert [file.name for file in open_source(Source.of(data["sources"][0])).files] == [
+        ".git/a.jsonl",
+        "b/deep/a.jsonl",
+        "part/a.jsonl",
+    ]
+    prepare_data(recipe_for(*data.pop("sources"), **data), tmp_path / "data", False)
+    said = capsys.readouterr().err
+    note = "5 of 8 files are not read: .json.gz (2), .csv (1), broken links (1), no suffix (1); rename lines of JSON"
+    assert f"note: data.sources.0.path {root}: {note}" in said
+    assert "note: data.decontaminate.folder: 1 of 2 files is not read: .json (1); convert" in said
+    real = os.scandir
+
+    def forbidding(path):
+        if Path(path).name == "deep":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", forbidding)
+    assert "deep cannot be read (Permission denied)" in refusal(open_source, Source.of({"path": str(disk)}))
 
 
 @pytest.mark.parametrize("write, name", [(write_lines, "a.jsonl"), (write_rows, "a.parquet")])

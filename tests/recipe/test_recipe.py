@@ -1,6 +1,7 @@
 """The recipe: strict, stated once, over a base or whole, and the same after being written and read again."""
 
 import json
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -188,6 +189,10 @@ def test_the_plan_says_how_often_prepared_data_is_read(workshop, capsys):
         there = workshop.summary["train"]["tokens"]
         note = f"has {there:,} training tokens, which the budget of 512,000,000 reads"
         assert (note in capsys.readouterr().err) == said
+    capped = load_recipe(str(workshop.recipe), ["budget.tokens=51200", "data.sources.0.max_tokens=5000"])
+    note_repeats(capped, workshop.data)  # of what the run reads, not of what is there
+    told = r"gives this run \d,\d{3} training tokens, which the budget of 51,200 reads \d"
+    assert re.search(told, capsys.readouterr().err) and there > 51200
 
 
 def test_a_key_of_a_published_config_that_means_something_is_not_left_out(edited):

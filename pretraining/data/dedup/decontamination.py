@@ -18,7 +18,7 @@ import numpy as np
 from pretraining.data.checksums import digest_of
 from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
 from pretraining.data.quality.chain import added
-from pretraining.data.text_files import local_file, read_documents
+from pretraining.data.text_files import files_below, local_file, read_documents, unread_note
 from pretraining.errors import UserError, require
 from pretraining.outside.files import json_lines
 from pretraining.recipe.data import Decontaminate
@@ -183,8 +183,17 @@ def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
     return digest_of([(file.name, file.num_bytes, file.version) for file in files], list(tasks), version)
 
 
-def _files_of(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(_READ_SUFFIXES))
+def note_of_sets(folder: str) -> str | None:
+    """Say which files of a folder of evaluation sets are not read; None: all are."""
+    unread: Counter[str] = Counter()
+    found = _files_of(Path(folder), unread)
+    remedy = f"convert them to {', '.join(_READ_SUFFIXES)}"
+    return unread_note("data.decontaminate.folder", unread, len(found), remedy) if unread else None
+
+
+def _files_of(folder: Path, unread: Counter[str] | None = None) -> list[Path]:
+    key, counter = "data.decontaminate.folder", Counter() if unread is None else unread
+    found = sorted(files_below(folder, key, _READ_SUFFIXES, counter)) if folder.is_dir() else []
     if not found:
         what = f"{folder} holds no {', '.join(_READ_SUFFIXES)}; name a folder of evaluation sets"
         raise UserError(f"data.decontaminate.folder: {what}")

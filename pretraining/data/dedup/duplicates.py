@@ -29,6 +29,8 @@ HASHES_NAME, KEYS_NAME, SKETCH_NAME = "hashes.npy", "keys.npy", "sketch.npy"
 
 WINDOWS_NAME, FIRST_NAME = "windows.npy", "first-windows.npy"
 """Files of a piece: uint64 [windows], and where those of each document begin, int64 [documents + 1]."""
+WINDOWS_FORM = 2
+"""Of these hashes: those of another one are never compared with them."""
 
 NEIGHBOURS = 16
 """Documents before it in its bucket that each document is checked against."""

@@ -65,9 +65,9 @@ class TextUnits(NamedTuple):
     first: np.ndarray
     """int64 [texts + 1]: the units of text t are first[t]:first[t + 1]."""
     starts: np.ndarray
-    """int64 [units]: the position of each in the normalised texts, which are joined by newlines."""
+    """int64 [units]: the position of each in the normalised texts, a newline behind each of them."""
     texts: str
-    """The normalised texts, joined."""
+    """The normalised texts, joined so."""
 
 
 class Ngrams(NamedTuple):
@@ -94,13 +94,14 @@ def batches_of(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 def units_of(texts: Sequence[str], unit: str = "words") -> TextUnits:
     """Hash the words or characters of `texts`, or its words as they are written.
 
-    unit: "words", "characters" or "written": each word as it is, with all that is behind it up to the next one. So
-    n-grams of these are equal if the texts are, but for what precedes the first word; positions are those in the texts.
+    unit: "words", "characters" or "written": each word as it is, with all that is behind it up to the next one, or to
+    the text's end and a newline. So n-grams of these are equal if the texts are, but for what precedes the first word;
+    positions are those in the texts.
     """
     if unit != "written":
         # A table lowers the case later.
         texts = [text if text.isascii() else unicodedata.normalize("NFKC", text) for text in texts]
-    joined = "\n".join(texts)
+    joined = "".join(f"{text}\n" for text in texts)
     if joined.isascii():
         codes = np.frombuffer(joined.encode("ascii"), np.uint8)
     else:

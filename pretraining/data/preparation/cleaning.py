@@ -122,7 +122,8 @@ class Clean(Stage):
     def keys(self) -> list[str]:
         evaluation = self.evaluation_sets.keys if self.evaluation_sets else []
         compared: list = [self.dedup.exact, self.minhash and asdict(self.minhash)] if self.dedup else []
-        compared += [self.dedup.passages.words] if self.dedup and self.dedup.passages else []
+        if self.dedup and self.dedup.passages:
+            compared += [self.dedup.passages.words, duplicates.WINDOWS_FORM]
         # A rule for some sources knows them by name.
         names = [self.source_names] if any(rule.get("sources") for rule in self.filters) else []
         return [digest_of(self.consulted, evaluation, compared, key, *names) for key in self.corpus.keys]

@@ -11,13 +11,23 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretraining.data.corpus import CLEANING_KEYS, Corpus, open_sources, prefetch, read_batches, summed_skips
+from pretraining.data.corpus import (
+    CLEANING_KEYS,
+    Corpus,
+    FileSource,
+    TextSource,
+    open_sources,
+    prefetch,
+    read_batches,
+    summed_skips,
+)
 from pretraining.data.manifest import (
     COUNTED,
     check_blocks,
     data_differences,
     fitting_beside,
     read_manifest,
+    read_positions,
     report_text,
     source_entries,
 )
@@ -26,9 +36,10 @@ from pretraining.data.preparation.execution import Execution, run_stages, submit
 from pretraining.data.preparation.stage import run_task
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import is_half_published, preparation_lock
+from pretraining.data.text_files import HOW_TO_READ, unread_note
 from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
 from pretraining.errors import UserError, file_error, require
-from pretraining.recipe.data import Source
+from pretraining.recipe.data import Data, Source
 from pretraining.recipe.recipe import Recipe
 from pretraining.schema import listed
 
@@ -151,6 +162,9 @@ def prepare_data(
                     # numpy, tokenizers and pyarrow are needed from here on
                     from pretraining.data.preparation.plan import Preparation
 
+                    if manifest and "validation_positions" in manifest:
+                        read_positions(folder, manifest)  # now, not after hours of work
+                    _note_unread(recipe.data, sources)
                     targets = targets_beside(manifest, portions) if manifest else portions
                     preparation = Preparation.of(recipe, sources, folder, fingerprints, targets, manifest)
                     replaced, jobs = _build(preparation, show_progress, execution or Execution())
@@ -202,6 +216,21 @@ def _refuse_unreadable(recipe: Recipe) -> None:
             raise UserError(f"{key}: {what}, or a folder; nothing was read") from error
         except Exception:  # every way of being offline has a class of its own, and a path is no name
             continue
+
+
+def _note_unread(data: Data, sources: list[TextSource]) -> None:
+    """Say which files beside those that are read are not, so that no document is lost without a word."""
+    notes = [
+        unread_note(f"{key}.path {spec.path}", source.unread, len(source.files), HOW_TO_READ)
+        for (key, spec), source in zip(data.text_origins, sources, strict=False)
+        if isinstance(source, FileSource) and source.unread
+    ]
+    if data.decontaminate and data.decontaminate.folder:
+        from pretraining.data.dedup.decontamination import note_of_sets
+
+        notes += filter(None, [note_of_sets(data.decontaminate.folder)])
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
 
 
 def _finished(folder: Path, data: dict, fingerprints: list[dict], replace: bool) -> dict | None:
@@ -264,6 +293,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
 
     data = recipe.data
     sources = open_sources(data)[: len(data.sources)]  # of training
+    _note_unread(data, sources)
     with ProgressBar("counting", show_progress) as progress, tempfile.TemporaryDirectory() as folder:
         # A tokenizer that is to be trained is trained in the temporary folder, and is gone after the count.
         made_for = (data.tokenizer, recipe.model.vocab_size, data.validation_share, data.borders)

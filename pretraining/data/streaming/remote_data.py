@@ -4,7 +4,6 @@
 `Prefetcher` finds the shards that the coming samples need, and its threads bring them into the cache in time.
 """
 
-import io
 import os
 import shutil
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.checksums import digest_of
-from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest
+from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, parse_manifest, parse_positions
 from pretraining.data.shards import Shard, TokenSplit, between, map_shard
 from pretraining.data.streaming.cache import CachedShard, CacheFull, DamagedDownload, ShardBusy, ShardCache
 from pretraining.data.tokenizer import COMPANION_FILES, tokenizer_fault
@@ -108,9 +107,10 @@ class RemoteData:
             raise UserError(f"{self.address}/tokenizer/{': '.join(fault)}; copy the data there again")
         return folder
 
-    def read_positions(self) -> np.ndarray:
-        """Read the places of the validation documents: int64 [documents]."""
-        return np.load(io.BytesIO(self.store.read(POSITIONS_FILE)))
+    def read_positions(self, manifest: dict) -> np.ndarray:
+        """Read the places of the validation documents: int64 [documents]; UserError if they are not the manifest's."""
+        content, where = self.store.read(POSITIONS_FILE), self.store.where(POSITIONS_FILE)
+        return parse_positions(content, manifest, where, "copy the data there again")
 
     def cached(self, entry: dict) -> CachedShard:
         return CachedShard(self.fingerprint, entry["checksum"], entry["size"])

@@ -16,7 +16,7 @@ from pretraining.data.manifest import COUNTED, FORMAT, num_shard_bytes
 from pretraining.data.progress import ProgressBar
 from pretraining.data.publishing import building, preparation_lock, publish
 from pretraining.data.shards import SplitWriter, token_dtype
-from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, save_tokenizer
+from pretraining.data.tokenizer import TokenizerInfo, describe_tokenizer, note_prefix, save_tokenizer
 from pretraining.data.tools import formats
 from pretraining.errors import UserError, file_error
 
@@ -143,6 +143,11 @@ def import_data(
                 raise UserError(f"{origin}: {name} would be empty: {what}; choose another share")
         section: dict = {"sources": [{"path": str(origin)}], "tokenizer": tokenizer}
         section |= {"validation_share": validation_share, "skip_undecodable": False}
+        if writer.begun == together["documents"]:
+            section["borders"] = "bos_eos"
+        # Prompts begin as documents do.
+        note_prefix(building / "tokenizer", info, section.get("borders", "eos"))
+        info = describe_tokenizer(building / "tokenizer", tokenizer)
         fingerprint = content_fingerprint(entries)
         manifest = {
             "format": FORMAT,
@@ -181,8 +186,8 @@ class ForeignWriter:
         self.dtype = token_dtype(info.vocab_size)
         self.writers = {name: SplitWriter(folder / name, self.dtype) for name in SPLITS}
         self.token_bytes = TokenBytes(folder / "tokenizer", info.vocab_size)
-        self.eos_added = self.empty = 0
-        """Documents that had no EOS and got one, and those without tokens, which are left out."""
+        self.eos_added = self.empty = self.begun = 0
+        """Documents that had no EOS and got one, those without tokens, which are left out, and those with a BOS."""
 
     def write(self, batch: list[np.ndarray], path: Path, split: str | None) -> None:
         """Write documents of the file at `path`, to `split` or, if it is None, to what a hash of each document says."""
@@ -196,9 +201,11 @@ class ForeignWriter:
         stops = np.cumsum([len(document) for document in batch])
         starts = np.concatenate([[0], stops[:-1]])
         starts, stops = starts[starts < stops], stops[starts < stops]
-        # An EOS at the end belongs to no text: neither its bytes nor the draw include it.
+        # An EOS at the end belongs to no text: neither its bytes nor the draw include it. Nor do the bytes a BOS.
         ends = stops - (together[stops - 1] == self.info.eos_token_id)
-        num_bytes = self.token_bytes.count(wide, starts, ends)
+        begun = (starts < ends) & (together[starts] == self.info.bos_token_id)
+        num_bytes = self.token_bytes.count(wide, starts + begun, ends)
+        self.begun += int(begun.sum())
         self.empty += len(batch) - len(stops)
         self.eos_added += int((ends == stops).sum())
         for start, end, stop, size in np.column_stack([starts, ends, stops, num_bytes]).tolist():

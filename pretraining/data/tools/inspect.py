@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.documents import Stretch, cuts_of_split
-from pretraining.data.finished import FinishedData, count_tokens, open_finished, source_names
+from pretraining.data.finished import FinishedData, SplitDocuments, count_tokens, open_finished, source_names
 from pretraining.data.manifest import COUNTED, data_differences, entropy_bits, num_shard_bytes, source_entries
 from pretraining.data.packed_dataset import build_training_dataset
-from pretraining.data.prepared import PreparedData
+from pretraining.data.prepared import open_folder, preparing_command
 from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped
@@ -58,21 +58,25 @@ class Inspection:
         num_blocks = self.split.num_blocks(sequence_length)
         _check_range("block", number, num_blocks, self.split.name)
         start = number * sequence_length
-        whole = self._made_of([(start, start + sequence_length)])
+        whole = self._made_of(self.split, [(start, start + sequence_length)])
         return {"block": number, "num_blocks": num_blocks, **whole}
 
-    def _made_of(self, stretches: list[Stretch]) -> dict:
-        """Describe a block of these stretches of the stream and the token after them, and each document's part."""
+    def _made_of(self, split: SplitDocuments, stretches: list[Stretch]) -> dict:
+        """Describe a block of these stretches of the stream and the token after them, and each document's part.
+
+        split: what is read of the data set, perhaps a part. Tokens are counted in it, documents in the whole.
+        """
         parts, length = [], 0
-        for number, (start, stop) in enumerate(stretches, 1):
+        for place, (start, stop) in enumerate(stretches, 1):
             # Only the last stretch has the token after it, the target of the last input.
-            end = stop + 1 if number == len(stretches) else stop
-            for document in self.split.between(start, end):
+            end = stop + 1 if place == len(stretches) else stop
+            for document in split.between(start, end):
                 ends = max(start, document.start), min(end, document.start + len(document.tokens))
                 inside = [each - document.start for each in ends]
-                place = {"document_tokens": inside, "block_tokens": [each - start + length for each in ends]}
+                inner = {"document_tokens": inside, "block_tokens": [each - start + length for each in ends]}
+                number = self.split.number_of(document.shard, document.row)
                 text = self._text(document.tokens[slice(*inside)])
-                parts.append({**document.place(), **place, "text": text})
+                parts.append({**document.place(), "number": number, **inner, "text": text})
             length += stop - start
         block = {"split": self.split.name, "sequence_length": length}
         return {**block, "stretches": [list(stretch) for stretch in stretches], "documents": parts}
@@ -93,19 +97,30 @@ class Inspection:
         length = recipe.sequence_length
         # A split that is shorter than one block has no samples.
         _check_range("block", 0, self.split.num_blocks(length), self.split.name)
-        prepared = PreparedData(self.data.folder, manifest, self.split, self.data.split("validation"))
-        dataset = build_training_dataset(prepared.for_run(recipe), recipe, number, 1)
+        # As a run does: what it reads may be a part of what is there.
+        prepared = open_folder(recipe, self.data.folder, preparing_command(recipe, self.data.folder.parent))
+        prepared = prepared.for_run(recipe)
+        entry = prepared.manifest["splits"]["train"]
+        split = SplitDocuments(self.data.folder, "train", entry, self.split.sources)
+        dataset = build_training_dataset(prepared, recipe, number, 1)
         source, stretches = dataset.place(int(dataset.block_numbers([0])[0]))
+        draw, num_blocks = number, dataset.num_blocks
+        if prepared.mixture:
+            draw = int(prepared.mixture.interleaving.draws(np.array([number]))[1][0])
+            num_blocks = prepared.mixture.num_blocks[source]
         # The stretches count from the start of their source, `between` from the start of the split.
         before = sum(split.num_tokens for split in dataset.splits[:source])
         where = {
             "sample": number,
-            # Steps count from 1, samples and epochs from 0.
+            # Steps count from 1, samples and epochs (of a mixture: those of the sample's source) from 0.
             "step": recipe.step_sizes.steps_within(number * length) + 1,
-            "epoch": number // dataset.num_blocks,
+            "epoch": draw // num_blocks,
             "recipe": recipe.name,
         }
-        return {**where, **self._made_of([(before + start, before + stop) for start, stop in stretches])}
+        return {
+            **where,
+            **self._made_of(split, [(before + start, before + stop) for start, stop in stretches]),
+        }
 
     def _text(self, tokens) -> str:
         return self.decoder.decode(self._ids(tokens), skip_special_tokens=False)

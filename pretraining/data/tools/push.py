@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pretraining.data.finished import damaged, open_finished, source_names, verify_data
-from pretraining.data.manifest import MANIFEST_NAME, source_entries
+from pretraining.data.manifest import MANIFEST_NAME, POSITIONS_FILE, source_entries
 from pretraining.errors import UserError, reason_of
 from pretraining.outside.addresses import refuse_credentials
 
@@ -31,7 +31,7 @@ def plan_push(folder: Path, repo_id: str) -> dict:
         fingerprint=manifest["fingerprint"],
         left_out=", ".join(f"{count:,} {reason}" for reason, count in manifest["skipped"].items()),
     )
-    paths = ["dataset_dict.json"]
+    paths = ["dataset_dict.json", *([POSITIONS_FILE] if "validation_positions" in manifest else [])]
     for name in data.split_names:
         listed = [entry["file"] for entry in data.split(name).shard_entries]
         paths += [f"{name}/{file}" for file in (*listed, "state.json", "dataset_info.json")]
@@ -62,9 +62,11 @@ def push_data(folder: Path, repo_id: str, private: bool = False, show_progress: 
     try:
         # huggingface_hub 2.4.0: None leaves it to the default of the owner, False would make it public.
         url = api.create_repo(**repo, private=private or None, exist_ok=True)
-        folders = {path.partition("/")[0] for path in plan["files"] if "/" in path}
-        # Everything but the card and the manifest.
-        first = ["dataset_dict.json", *sorted(f"{name}/*" for name in folders)]
+        # Everything but the card and the manifest, a pattern for each folder.
+        tops = (path.partition("/") for path in plan["files"])
+        first = sorted(
+            {f"{top}{slash}*" if slash else top for top, slash, _ in tops} - {CARD_NAME, MANIFEST_NAME}
+        )
         message = f"Shards of {folder.name}"
         api.upload_folder(**repo, folder_path=folder, allow_patterns=first, commit_message=message)
         # Only files that a push writes are removed: the repository may hold others.
