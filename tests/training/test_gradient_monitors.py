@@ -95,7 +95,8 @@ def test_a_layer_is_a_block_or_a_module_outside_the_blocks():
 
 def test_a_run_has_them_on_the_steps_asked_for(workshop):
     """Every layer's norm, before clipping: together they are the norm of the whole gradient."""
-    for run in (workshop.plain(), workshop.run("zero3")):
+    unclipped = workshop.run("zero0", settings=("training.max_grad_norm=0",))
+    for run in (workshop.plain(), workshop.run("zero3"), unclipped):
         rows = run.training_rows
         assert [row["step"] for row in rows if SCALE in row] == [2, 4, 6, 8, 10]
         assert [row["step"] for row in rows if beginning(row, (PREFIX,))] == [5, STEPS]
