@@ -216,7 +216,9 @@ def check_allowed(key: str) -> str:
     properties, sections = schema["properties"], {*SECTIONS, *OURS}
     names = {f"{section}.{name}" for section in sections for name in properties[section]["properties"]}
     names |= {f"model.{name}" for model in known_types().values() for name in model["properties"]}
-    names |= {*BESIDE, *SOMETIMES, SPIKES, *sections, DATA_FINGERPRINT, EXTENSIONS}
+    single = {*BESIDE, *SOMETIMES, SPIKES}
+    # a refusal of many keys names their sections
+    names |= {*single, *(each.partition(".")[0] for each in single), *sections, DATA_FINGERPRINT, EXTENSIONS}
     whole = ".".join(key.split(".")[:2])
     if whole in NEUTRAL_KEYS - SOMETIMES.keys():
         raise UserError(f"{key}: may change without it")

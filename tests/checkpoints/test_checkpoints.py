@@ -410,7 +410,7 @@ def test_what_makes_a_curve_depend_on_a_key_is_the_change():
 
 def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
-    taken = "training.seed optimizer.momentum loss speed.fp8 data.fingerprint model.n_layer"
+    taken = "training.seed optimizer.momentum loss speed.fp8 speed monitors data.fingerprint model.n_layer"
     for key in taken.split():
         assert check_allowed(key) == key, "what a refusal of the start names must be taken"
     unknown = ("seed", "training.lr", "data.sources.0.weight", "muon.momentum")
