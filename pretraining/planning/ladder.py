@@ -16,7 +16,7 @@ from pretraining.outside.files import COUNT, TEXT, object_of, read_json_value
 from pretraining.planning.scaling_laws import ParametricLoss
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
-from pretraining.recipe.fixed_keys import Change, changed_parts, curve_parts
+from pretraining.recipe.fixed_keys import SOMETIMES, Change, changed_parts, curve_parts
 from pretraining.runtime.installation import WORKPLACE
 from pretraining.schema import check, listed
 
@@ -142,7 +142,8 @@ class Ladder:
         is_other_size = any(change.key.startswith(("model.", "budget.")) for change in changes)
 
         def is_sized(change: Change) -> bool:
-            if change.key in ("training.seed", "training.data_seed"):
+            # its small runs have a schedule, validations and micro-batches of their own
+            if change.key in ("training.seed", "training.data_seed", *SOMETIMES):
                 return True
             if change.key.startswith("optimizer."):
                 numbers = not any(isinstance(value, str | bool) for value in (change.earlier, change.now))

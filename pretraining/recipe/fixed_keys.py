@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
 from pretraining.recipe import RECIPES, load_recipe, recipe_schema
-from pretraining.recipe.model import known_types
+from pretraining.recipe.model import BY_MICRO_BATCH, ROUTER_COEFFICIENT, known_types, model_with_defaults
+from pretraining.recipe.training import BY_METRIC, Training
 from pretraining.schema import differences, read_json, suggestion
 
 _NEUTRAL = {
@@ -27,7 +28,16 @@ _NEUTRAL = {
     "loss": "kind chunk_tokens compile",
 }
 NEUTRAL_KEYS = {f"{section}.{key}" for section, keys in _NEUTRAL.items() for key in keys.split()}
-"""Keys that change nothing of the curve."""
+"""Keys that change nothing of the curve, but for those of `SOMETIMES`."""
+
+_FOLLOWED = f"whose `training.lr_scheduler_type` follows validations ({', '.join(BY_METRIC)})"
+SOMETIMES = {
+    "training.eval_steps": _FOLLOWED,
+    "training.eval_delay": _FOLLOWED,
+    "evaluation.max_validation_tokens": _FOLLOWED,
+    "training.per_device_train_batch_size": "with a loss that balances experts within a micro-batch",
+}
+"""Keys that the curve of some runs depends on: {key: a run ...}."""
 
 # The sections of ours whose keys the curve depends on. A run from before a key has none: the key's default is taken.
 OURS = ("data", "budget", "loss", "optimizer", "mup")
@@ -37,6 +47,10 @@ BEFORE_THE_KEY = {"data.document_masking": False, "data.packing": "in_sequence"}
 # Keys of other sections that it depends on.
 BESIDE = ("speed.fp8", "speed.bf16_blocks", "speed.bf16_layers", "speed.bf16_decay")
 BESIDE += ("monitors.flagged_blocks", "monitors.repeated_ngrams")
+
+SPIKES = "monitors.spikes"
+"""With the policy skip: which steps are applied. Other policies leave a curve alone, or record what they do to it."""
+_OF_SPIKES = ("policy", "rule", "score", "window")
 
 # With other values of these, model, vocabulary and text are the same. --limit_tokens sets the share of the validation.
 SAME_TEXT = {"model.attn_implementation", "model.experts_implementation", "model.keep_in_fp32"}
@@ -88,13 +102,45 @@ def curve_parts(recipe: dict) -> dict:
         parts[dotted] = recipe.get(section, {}).get(key, properties[section]["properties"][key]["default"])
     # by file name: a module that was moved is the same
     parts[EXTENSIONS] = {Path(e["module"]).name: e.get("digest") for e in recipe.get("extensions", ())}
-    return {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
+    parts = {key: value for key, value in parts.items() if key not in NEUTRAL_KEYS}
+    return parts | _parts_of_some(recipe)
+
+
+def _parts_of_some(recipe: dict) -> dict:
+    """The keys of `SOMETIMES`, and `SPIKES`, of a run whose curve depends on them."""
+    training, parts = Training(recipe["training"]), {}
+    if training.lr_scheduler_type in BY_METRIC:
+        # the Trainer takes `logging_steps` if `eval_steps` is left out
+        parts["training.eval_steps"] = training.eval_steps or training.logging_steps
+        parts["training.eval_delay"] = training.eval_delay
+        most = recipe.get("evaluation", {}).get("max_validation_tokens")
+        parts["evaluation.max_validation_tokens"] = most
+    if _balances_micro_batches(recipe["model"], recipe.get("loss", {})):
+        parts["training.per_device_train_batch_size"] = training.per_device_train_batch_size
+    spikes = recipe.get("monitors", {}).get("spikes", {})
+    if spikes.get("policy") == "skip":
+        keys = recipe_schema()["properties"]["monitors"]["properties"]["spikes"]["properties"]
+        parts[SPIKES] = {name: spikes.get(name, keys[name]["default"]) for name in _OF_SPIKES}
+    return parts
+
+
+def _balances_micro_batches(model: dict, loss: dict) -> bool:
+    """Whether a loss evens out the use of the experts by the tokens of a micro-batch (`balance_of`, model/loss.py)."""
+    kind = model.get("model_type")
+    if kind not in known_types() or loss.get("balance") == "none":
+        return False
+    values = model_with_defaults(model)
+    default = recipe_schema()["properties"]["loss"]["properties"]["balance_weight"]["default"]
+    of_ours = loss.get("balance_weight", default) if kind in BY_MICRO_BATCH else 0
+    return bool(values.get("output_router_logits") and values.get(ROUTER_COEFFICIENT, of_ours))
 
 
 def changed_parts(recipe: dict, earlier: dict) -> list[Change]:
     """What of the curve differs between two resolved recipes, by key."""
     ours, theirs = curve_parts(recipe), curve_parts(earlier)
-    changes = [Change(key, theirs.get(key), ours.get(key)) for key in sorted(ours.keys() | theirs.keys())]
+    # if the curve of one alone depends on such a key, what makes it do so has changed
+    keys = (ours.keys() | theirs.keys()) - (SOMETIMES.keys() - (ours.keys() & theirs.keys()))
+    changes = [Change(key, theirs.get(key), ours.get(key)) for key in sorted(keys)]
     return [change for change in changes if differences(change.earlier, change.now)]
 
 
@@ -170,9 +216,11 @@ def check_allowed(key: str) -> str:
     properties, sections = schema["properties"], {*SECTIONS, *OURS}
     names = {f"{section}.{name}" for section in sections for name in properties[section]["properties"]}
     names |= {f"model.{name}" for model in known_types().values() for name in model["properties"]}
-    names |= {*BESIDE, *sections, DATA_FINGERPRINT, EXTENSIONS}
+    single = {*BESIDE, *SOMETIMES, SPIKES}
+    # a refusal of many keys names their sections
+    names |= {*single, *(each.partition(".")[0] for each in single), *sections, DATA_FINGERPRINT, EXTENSIONS}
     whole = ".".join(key.split(".")[:2])
-    if whole in NEUTRAL_KEYS:
+    if whole in NEUTRAL_KEYS - SOMETIMES.keys():
         raise UserError(f"{key}: may change without it")
     if whole not in names:
         near = suggestion(key, schema)

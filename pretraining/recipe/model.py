@@ -67,6 +67,8 @@ LOGIT_CAP = "final_logit_softcapping"
 """What configuration classes call the bound that the logits of Gemma 2 and others stay under."""
 ROUTER_COEFFICIENT = "router_aux_loss_coef"
 """What configuration classes call the weight of the loss that balances experts."""
+BY_MICRO_BATCH = ("aria_text", "cohere2_moe", "deepseek_v2", "hunyuan_v1_moe", "zaya")
+"""Mixtures without it whose routers have no correction bias either: the loss of `loss.balance_weight` balances them."""
 
 
 Answer = TypeVar("Answer")

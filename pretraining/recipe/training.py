@@ -223,6 +223,7 @@ class Training(dict):
     logging_steps: float
     eval_strategy: str
     eval_steps: float | None
+    eval_delay: float
     save_strategy: str
     save_steps: float
     report_to: str | list[str]

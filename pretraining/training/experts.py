@@ -26,16 +26,24 @@ class ExpertLoad(TrainerCallback, ExportableState):
     """Count on the device how many tokens each expert gets; log it, and let the correction biases follow it.
 
     After each step the bias of an expert with fewer tokens than an even share grows by `bias_rate`, that of one with
-    more falls by it (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3). The load is that of the whole step,
-    all ranks and micro-batches, so that the biases do not depend on how a step is divided. They are buffers of the
-    model: in its checkpoints, and in the export.
+    more falls by it (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3), unless the step was refused. The
+    load is that of the whole step, all ranks and micro-batches, so that the biases do not depend on how a step is
+    divided. They are buffers of the model: in its checkpoints, and in the export.
 
     The host waits for the counts at logging alone. Any loss function works, because the choices come with the model's
     forward pass. A starving expert is reported once, and again only after it has recovered.
     """
 
-    def __init__(self, run: RunFolder, bias_rate: float = 0.0, logs: bool = True) -> None:
+    def __init__(
+        self,
+        run: RunFolder,
+        bias_rate: float = 0.0,
+        logs: bool = True,
+        refused_last_step: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """refused_last_step: whether the step that has just ended was not applied, the same on every rank."""
         self.run, self.bias_rate, self.logs = run, bias_rate, logs
+        self.refused_last_step = refused_last_step
         self.routing: Any = None
         self.step: list[torch.Tensor] | None = None
         """Counts of this rank in the step, [experts] of every mixture layer; below, since the last row."""
@@ -76,7 +84,7 @@ class ExpertLoad(TrainerCallback, ExportableState):
             step if self.window is None else [sum(pair) for pair in zip(self.window, step, strict=True)]
         )
         biases = self.routing.biases if self.bias_rate and self.routing is not None else []
-        if not any(bias is not None for bias in biases):
+        if self.refused_last_step() or not any(bias is not None for bias in biases):
             return
         everywhere = torch.cat(step)
         if dist.is_initialized() and dist.get_world_size() > 1:

@@ -68,7 +68,8 @@ class RunMonitors:
         if has_experts(recipe.model):
             rate = recipe.loss.bias_rate if recipe.loss.balance == "auto" else 0.0
             if recipe.monitors.expert_load or rate:
-                self.experts = [ExpertLoad(run, rate, recipe.monitors.expert_load)]
+                logs = recipe.monitors.expert_load
+                self.experts = [ExpertLoad(run, rate, logs, lambda: alerted.refused_last_step)]
         separate = recipe.monitors.source_loss and is_mixed(recipe.data)
         self.sources = [SourceLoss(recipe.data.source_names)] if separate else []
         settings = recipe.monitors.profile

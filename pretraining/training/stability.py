@@ -300,6 +300,7 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.is_scaled, self.loss_scale = False, 1.0
         self.finding: Instability | None = None
         self.alerted_step: int | None = None
+        self.refused_last_step = False
 
     def on_train_begin(self, args, state, control, optimizer, lr_scheduler, **kwargs) -> None:
         is_refused = self._is_refused if self.judges_norms else None
@@ -314,7 +315,11 @@ class StabilityMonitor(TrainerCallback, ExportableState):
         self.finding = None if finding is None else Instability(*finding)
         for key, value in saved.items():
             part = getattr(self, key)
-            part.restore(value) if hasattr(part, "restore") else setattr(self, key, value)
+            if not hasattr(part, "restore"):
+                setattr(self, key, value)
+            # a window that another rule kept has other names and units: this one begins anew
+            elif value.keys() == part.state().keys():
+                part.restore(value)
         # the Trainer expects an entry when it saves, and an older checkpoint lacks it
         state.stateful_callbacks[name] = self.state()
         self._set_limit()
@@ -336,7 +341,8 @@ class StabilityMonitor(TrainerCallback, ExportableState):
             # ZeRO or fp16 skipped it, so the Trainer did not advance the schedule. But the rate belongs to the step.
             # A schedule by metrics stays.
             lr_scheduler.step()
-        self._judge(self.watch.last_loss(), self.guard.refused_last_step(), state)
+        self.refused_last_step = self.guard.refused_last_step()
+        self._judge(self.watch.last_loss(), self.refused_last_step, state)
         if self.is_scaled:
             self.loss_scale = loss_scale(optimizer)  # of the next step
         self._set_limit()

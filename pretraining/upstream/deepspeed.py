@@ -19,7 +19,7 @@ elements of which parameter are in them, and no function of DeepSpeed says so.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -194,7 +194,8 @@ def refuse_norms(is_refused: Callable[[float], bool] | None) -> None:
 def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None]) -> None:
     """Make `engine.get_global_grad_norm` answer as at the other stages.
 
-    The norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255).
+    The norm is computed for clipping and dropped (deepspeedai/DeepSpeed#7255). Without clipping it is not computed, and
+    a limit that nothing exceeds computes it.
 
     report: called with the norm before the step, so that no other code reads it from the device.
     """
@@ -202,8 +203,10 @@ def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None
     if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
         return
 
+    limit = engine.gradient_clipping() or inf
+
     def clip() -> None:
-        limit, parameters = engine.gradient_clipping(), engine.module.parameters()
+        parameters = engine.module.parameters()
         if not engine.has_moe_layers:
             norm = _clip(parameters=parameters, max_norm=limit, mpu=engine.mpu)
         else:
@@ -224,6 +227,7 @@ def keep_norm_at_stage_0(engine: DeepSpeedEngine, report: Callable[[float], None
         report(engine._global_grad_norm)
 
     engine.clip_fp32_gradients = clip
+    engine.gradient_clipping = lambda: limit
 
 
 def link_slices(optimizer: Any) -> None:

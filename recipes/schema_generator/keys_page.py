@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretraining.recipe.fixed_keys import NEUTRAL_KEYS
+from pretraining.recipe.fixed_keys import BESIDE, NEUTRAL_KEYS, SOMETIMES, SPIKES
 from pretraining.recipe.fixed_keys import OURS as CURVE_OURS
 from pretraining.recipe.fixed_keys import SECTIONS as CURVE_SECTIONS
 from pretraining.recipe.loading import OTHER_NAMES
@@ -57,12 +57,19 @@ def keys_page(schema: dict, recipes: Path) -> str:
             parts.append("\n### Keywords of TrainingArguments that another place owns\n")
             parts += ["| keyword | its place |", "|---|---|", *rows]
     bound = ", ".join(f"`{name}`" for name in sections if name in {*CURVE_SECTIONS, *CURVE_OURS})
-    free = ", ".join(f"`{key}`" for key in sorted(NEUTRAL_KEYS))
+    beside = ", ".join(f"`{key}`" for key in sorted(BESIDE))
+    some = "\n".join(f"- `{key}`: of a run {which}." for key, which in SOMETIMES.items())
+    free = ", ".join(f"`{key}`" for key in sorted(NEUTRAL_KEYS - SOMETIMES.keys()))
     parts.append(f"""
 ## What may change when a run continues
 
-The loss curve depends on the sections {bound} and on `speed.fp8`. They must stay as they were, or the start is
-refused; `--allow_change KEY` accepts one change. All other sections may change, and these keys too: {free}.""")
+The loss curve depends on the sections {bound}, and on {beside}. They must stay as they were, or the start is
+refused; `--allow_change KEY` accepts one change. So must these:
+
+{some}
+- `{SPIKES}`: policy, rule, score and window, if the policy is or was skip.
+
+All other keys of other sections may change, and so may {free}.""")
     return "\n".join(part for part in parts if part).rstrip()
 
 

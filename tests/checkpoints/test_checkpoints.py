@@ -19,6 +19,8 @@ from pretraining.recipe import load_recipe, recipe_schema
 from pretraining.recipe.fixed_keys import (
     BEFORE_THE_KEY,
     OURS,
+    SOMETIMES,
+    SPIKES,
     Change,
     changed_parts,
     check_allowed,
@@ -367,9 +369,48 @@ def test_a_recipe_from_before_a_key_is_the_same_recipe():
             assert bool(changed_parts(now, earlier)) == (differs or not is_default), f"{section}.{key}"
 
 
+PLATEAU_STEPS, MICRO = (*PLATEAU, "training.eval_steps=null"), "training.per_device_train_batch_size"
+SKIPS = ("monitors.spikes.policy=skip",)
+OF_SOME = [
+    # recipe, settings of both starts, those of the second, the key that must be allowed
+    ("features/gpt2", PLATEAU, "training.eval_steps=7", "training.eval_steps"),
+    ("features/gpt2", PLATEAU_STEPS, "training.logging_steps=7", "training.eval_steps"),
+    ("features/gpt2", PLATEAU, "training.eval_delay=7", "training.eval_delay"),
+    ("features/gpt2", PLATEAU, "evaluation.max_validation_tokens=64", "evaluation.max_validation_tokens"),
+    ("features/gpt2", PLATEAU, "training.eval_on_start=true", None),  # steps no schedule
+    ("features/gpt2", PLATEAU, "training.logging_steps=7", None),
+    ("features/gpt2", (), "training.eval_steps=7", None),
+    ("features/gpt2", (), "evaluation.max_validation_tokens=64", None),
+    ("features/gpt2", (), f"{MICRO}=1", None),
+    ("moe-1.5b", (), f"{MICRO}=1", MICRO),
+    ("moe-1.5b", ("loss.balance=none",), f"{MICRO}=1", None),
+    ("features/balanced-experts", (), f"{MICRO}=1", None),  # correction biases: a loss over each sequence
+    ("features/gpt2", (), *SKIPS, SPIKES),
+    ("features/gpt2", SKIPS, "monitors.spikes.policy=log", SPIKES),
+    ("features/gpt2", SKIPS, "monitors.spikes.rule=deviations", SPIKES),
+    ("features/gpt2", SKIPS, "monitors.spikes.score=7", SPIKES),
+    ("features/gpt2", SKIPS, "monitors.spikes.non_finite_streak=7", None),
+    ("features/gpt2", (), "monitors.spikes.score=7", None),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "other", "key"), OF_SOME)
+def test_a_key_is_part_of_the_curve_of_the_runs_that_depend_on_it(name, settings, other, key):
+    """Promise: the curve belongs to the recipe. In a run that does not depend on it, the key is free to change."""
+    earlier, now = (load_recipe(name, each).to_dict() for each in (settings, [*settings, other]))
+    changes = changed_parts(now, earlier)
+    assert [change.key for change in changes] == ([] if key is None else [check_allowed(key)])
+
+
+def test_what_makes_a_curve_depend_on_a_key_is_the_change():
+    """Not the key too, which one of the two recipes does not depend on."""
+    earlier, now = (load_recipe("features/gpt2", each).to_dict() for each in ((), PLATEAU))
+    assert not {change.key for change in changed_parts(now, earlier)} & SOMETIMES.keys()
+
+
 def test_a_part_that_is_none_is_refused():
     """Misspelt, or free to change anyway."""
-    taken = "training.seed optimizer.momentum loss speed.fp8 data.fingerprint model.n_layer"
+    taken = "training.seed optimizer.momentum loss speed.fp8 speed monitors data.fingerprint model.n_layer"
     for key in taken.split():
         assert check_allowed(key) == key, "what a refusal of the start names must be taken"
     unknown = ("seed", "training.lr", "data.sources.0.weight", "muon.momentum")

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from pretraining.checkpoints.shard_files import BUFFER, CheckpointReader
 from pretraining.errors import UserError
 from pretraining.model.build import build_config
-from pretraining.model.loss import PLAIN, balance_of, build_loss, watch_routing
+from pretraining.model.loss import PLAIN, balance_of, build_loss, layers_balance, watch_routing
+from pretraining.recipe.fixed_keys import curve_parts
 from pretraining.recipe.model import has_experts, other_model_types
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.run_folder import RunFolder
@@ -50,6 +51,10 @@ def test_every_mixture_is_balanced_and_its_load_is_seen(name):
     for each, size in zip(routing.choices, routing.sizes, strict=True):
         assert each.min() >= 0 and each.max() < size
     assert balance_of(model, replace(PLAIN, balance="none")) is None
+    # a resume is told of another micro-batch if the loss is over its tokens, and not if it is over each sequence
+    recipe = {"model": section(name), "data": {}, "budget": {}, "training": {}}
+    is_told = "training.per_device_train_batch_size" in curve_parts(recipe)
+    assert is_told == (balance.func is layers_balance)
 
 
 @pytest.mark.parametrize("name", UNSEEN)
@@ -61,9 +66,13 @@ def test_a_mixture_that_nothing_balances_is_refused_unless_it_is_asked_for(name)
 
 
 def test_a_bias_follows_the_load_of_the_whole_step(tmp_path):
-    """By hand: more than an even share takes a rate, less adds one; two micro-batches are one step."""
+    """By hand: more than an even share takes a rate, less adds one; two micro-batches are one step.
+
+    A step that was refused moves nothing, and neither does what it counted later.
+    """
     model, state = built("deepseek_v3"), SimpleNamespace(stateful_callbacks={})
-    loss, load = build_loss(model, PLAIN), ExpertLoad(RunFolder(tmp_path), bias_rate=0.25)
+    loss, refused = build_loss(model, PLAIN), []
+    load = ExpertLoad(RunFolder(tmp_path), bias_rate=0.25, refused_last_step=lambda: bool(refused))
     load.on_train_begin(None, state, None, model=model)
     counted, routing, total = load.around(loss), watch_routing(model), 0
     for _ in range(2):
@@ -76,6 +85,11 @@ def test_a_bias_follows_the_load_of_the_whole_step(tmp_path):
         assert torch.equal(moved, expected)
     before = [each.clone() for each in routing.biases]
     load.on_step_end(None, None, None)  # nothing was counted since
+    refused.append(True)
+    counted(model(input_ids=tokens), tokens)
+    load.on_step_end(None, None, None)
+    refused.clear()
+    load.on_step_end(None, None, None)
     assert all(torch.equal(a, b) for a, b in zip(before, routing.biases, strict=True))
 
 

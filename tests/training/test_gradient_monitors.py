@@ -98,9 +98,10 @@ def test_a_run_has_them_on_the_steps_asked_for(workshop):
 
     Every stage has the columns of this plain process (test_one_curve.py).
     """
-    rows = workshop.plain().training_rows
-    assert [row["step"] for row in rows if SCALE in row] == [2, 4, 6, 8, 10]
-    assert [row["step"] for row in rows if beginning(row, (PREFIX,))] == [5, STEPS]
-    norms = beginning(rows[4], (PREFIX,))
-    assert {f"{PREFIX}transformer.h.1", f"{PREFIX}transformer.wte"} <= norms.keys()
-    assert math.hypot(*norms.values()) == pytest.approx(rows[4]["train/grad_norm"], rel=1e-4)
+    for run in (workshop.plain(), workshop.run("zero0", settings=("training.max_grad_norm=0",))):
+        rows = run.training_rows
+        assert [row["step"] for row in rows if SCALE in row] == [2, 4, 6, 8, 10]
+        assert [row["step"] for row in rows if beginning(row, (PREFIX,))] == [5, STEPS]
+        norms = beginning(rows[4], (PREFIX,))
+        assert {f"{PREFIX}transformer.h.1", f"{PREFIX}transformer.wte"} <= norms.keys()
+        assert math.hypot(*norms.values()) == pytest.approx(rows[4]["train/grad_norm"], rel=1e-4)

@@ -96,6 +96,26 @@ def test_a_restored_score_goes_on_as_if_nothing_had_happened():
     assert scores(losses[170:], resumed) == expected[170:]
 
 
+@pytest.mark.parametrize(("earlier", "now"), [("robust", "deviations"), ("deviations", "robust")])
+def test_a_window_kept_by_another_rule_begins_anew(tmp_path, earlier, now):
+    """One keeps logarithms, the other losses. What no rule concerns goes on."""
+    monitors = [
+        StabilityMonitor(RunFolder(tmp_path), Monitors(spikes=Spikes(rule=rule)), lambda step: {})
+        for rule in (earlier, earlier, now, now)
+    ]
+    saved, same, other, fresh = monitors
+    scores(falling(200), saved.loss_course)
+    scores(falling(200), saved.norm_course)
+    saved.spikes = 3
+    state = SimpleNamespace(stateful_callbacks={"StabilityMonitor": json.loads(json.dumps(saved.state()))})
+    for each in (same, other):
+        kept = SimpleNamespace(stateful_callbacks=dict(state.stateful_callbacks))
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        each.on_train_begin(SimpleNamespace(fp16=False), kept, None, optimizer, None)
+    assert same.state() == saved.state()
+    assert other.state()["attributes"] == {**fresh.state()["attributes"], "spikes": 3}
+
+
 def test_deviations_are_those_of_olmo_3(tmp_path):
     """A value is judged by mean and deviation of the window before it, spikes in it too, once half of it is there."""
     values, window, course = falling(150), 16, Deviations(16)
@@ -244,7 +264,7 @@ class Watched:
         recipe = load_recipe("features/gpt2", [f"training.{each}" for each in settings])
         arguments = build_arguments(recipe, None, tmp_path, 1, len(losses))
         self.model = build_model(SMALL_RECIPE["model"], TOKENIZER, arguments)
-        self.run, self.weights = RunFolder(tmp_path / "run"), []
+        self.run, self.weights, self.refused = RunFolder(tmp_path / "run"), [], []
         spikes = policy if isinstance(policy, Spikes) else replace(SPIKES, policy=policy)
         monitors = Monitors(spikes=spikes, plateau_steps=30)
         self.monitor = StabilityMonitor(self.run, monitors, lambda step: {"samples": [step - 1, step]})
@@ -253,6 +273,7 @@ class Watched:
 
         def loss(outputs, labels, num_items_in_batch=None):
             self.weights.append(self.model.get_parameter(WEIGHT).detach().clone())
+            self.refused.append(self.monitor.refused_last_step)
             step, value = next(remaining)
             real = next_token_loss(outputs, labels, num_items_in_batch)
             if step in bad_gradients:
@@ -325,6 +346,7 @@ def test_a_spike_is_told_once_and_skipped_only_where_the_recipe_says_so(tmp_path
     assert watched.told() == [("spike", 61), *after]
     left = [step for step, applied in enumerate(watched.applied()) if not applied]
     assert left == ([60, 61, 62] if policy == "skip" else [])
+    assert [step for step, refused in enumerate(watched.refused[1:]) if refused] == left
     rows = watched.rows
     assert [row["train/loss"] for row in rows] == pytest.approx(losses)
     assert rows[-1]["stability/refused_steps"] == len(left)
