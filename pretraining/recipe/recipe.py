@@ -283,8 +283,6 @@ class Recipe:
         yield from check_judged(self.budget, self.training, self.monitors.spikes)
         yield from check_mixture(self.data, self.num_samples, length)
         yield from check_mup(self.mup, model, self.weights.draw or ())
-        if self.weights.draw and self.weights.initial_weights:
-            yield "model.draw", "draws weights, and model.initial_weights gives them; leave one of them out"
         # a tokenizer that is trained here has no more tokens than the model has rows
         if (fewest := self.data.fewest_ids) > model.vocab_size:
             key = "train_vocab_size" if "train_vocab_size" in self.data.tokenizer else "units"

@@ -480,17 +480,10 @@ def test_a_run_begins_from_them_and_a_resumed_one_does_not_need_them(workshop, s
     assert resumed.losses[-2:] == pytest.approx(sharded.losses[-2:], abs=2e-6)
 
 
-DRAWN = 'model.draw=[{"kind": "hidden", "std": 0.5}]'
-
-
 def test_mistakes_are_one_line_and_nothing_is_written(workshop, source, tmp_path):
     for settings, message in (
         ([f"model.initial_weights={tmp_path}/sourc"], "model.initial_weights: "),
         ([f"model.initial_weights={source}", "model.n_head=8"], "--set model.n_head=4"),
-        (
-            [f"model.initial_weights={source}", DRAWN],
-            "model.draw: draws weights, and model.initial_weights gives them",
-        ),
         (["optimizer.qk_clip=1", 'model.frozen=["*attn.c_attn*"]'], "c_attn.weight is frozen (model.frozen)"),
     ):
         finished = execute(workshop.command(tmp_path / "run", "null", 1, "plain", settings))

@@ -52,7 +52,7 @@ def test_every_mixture_is_balanced_and_its_load_is_seen(name):
         assert each.min() >= 0 and each.max() < size
     assert balance_of(model, replace(PLAIN, balance="none")) is None
     # a resume is told of another micro-batch if the loss is over its tokens, and not if it is over each sequence
-    recipe = {"model": section(name), "data": {}, "budget": {}, "training": {}}
+    recipe = {"model": measurable(name), "data": {}, "budget": {}, "training": {}}
     is_told = "training.per_device_train_batch_size" in curve_parts(recipe)
     assert is_told == (balance.func is layers_balance)
 
