@@ -12,6 +12,7 @@ import pytest
 from pretraining.command_line import number_of_tokens
 from pretraining.data.preparation.execution import Execution, run_slurm_job
 from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.preparation.stage import run_task
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.planning.run_plan import build_run_plan
@@ -27,7 +28,15 @@ CLEANED = {"filters": [{"rule": "length", "min_words": 53}, {"rule": "pii"}]}
 
 @pytest.fixture
 def sources(tmp_path) -> list[Path]:
-    return [write_jsonl(tmp_path / f"{name}.jsonl", make_texts(120, seed)) for seed, name in enumerate("ab")]
+    def texts(seed: int) -> list[str]:
+        # Some are empty, and are counted as such.
+        return [
+            text
+            for number, text in enumerate(make_texts(120, seed))
+            for text in [text, *[""] * (number % 9 == 0)]
+        ]
+
+    return [write_jsonl(tmp_path / f"{name}.jsonl", texts(seed)) for seed, name in enumerate("ab")]
 
 
 def prepare(root: Path, recipe: SimpleNamespace) -> dict:
@@ -71,6 +80,29 @@ def test_extended_is_as_made_at_once(sources, tmp_path, cleaning):
     assert prepare(tmp_path / "extended", whole) == prepare(tmp_path / "whole", whole)
     # Nothing is left beside it: no earlier version, no work.
     assert [path.name for path in (tmp_path / "extended").iterdir()] == ["corpus"]
+
+
+CAPPED = ([7000, 5000], {})
+WHOLE = ([None, None], {})
+CHANGES = {"a cap is added": (WHOLE, CAPPED), "it is taken away": (CAPPED, WHOLE)}
+CHANGES["an order is asked for"] = (WHOLE, ([None, None], {"shuffle_blocks": 8}))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_decides_no_token_may_change_before_all_is_prepared(sources, tmp_path, monkeypatch, change):
+    """Killed, and gone on with other keys, the data set and what it reports are as made at once."""
+    first, then = (capped(sources, *caps, **CLEANED, **data) for caps, data in change)
+    left = iter(range(4))
+
+    def killed(stage, number, progress):
+        if stage.name == "tokenize" and next(left, None) is None:
+            raise KeyboardInterrupt
+        run_task(stage, number, progress)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("pretraining.data.preparation.execution.run_task", killed)
+        prepare(tmp_path / "killed", first)
+    assert prepare(tmp_path / "killed", then) == prepare(tmp_path / "at_once", then)
 
 
 @pytest.mark.parametrize("share", [0, 0.2])

@@ -140,6 +140,8 @@ class Tokenize(Stage):
         task = self.texts.tasks[number]
         # Results have positions: a finished task of an older program has none, and is not taken for these.
         shared = [self.tokenizer.keys, self.validation_share, "positions"]
+        # The tokens are the same; but the task counts what is taken out, as `Clean` does otherwise.
+        shared += ["as read"] if isinstance(self.texts, CleanedCorpus) and self.texts.as_read else []
         return digest_of(shared, self.texts.keys[task.start : task.stop], *self.bounds.get(number, ()))
 
     def folder(self, number: int) -> Path:
