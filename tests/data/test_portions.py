@@ -28,15 +28,10 @@ CLEANED = {"filters": [{"rule": "length", "min_words": 53}, {"rule": "pii"}]}
 
 @pytest.fixture
 def sources(tmp_path) -> list[Path]:
-    def texts(seed: int) -> list[str]:
-        # Some are empty, and are counted as such.
-        return [
-            text
-            for number, text in enumerate(make_texts(120, seed))
-            for text in [text, *[""] * (number % 9 == 0)]
-        ]
-
-    return [write_jsonl(tmp_path / f"{name}.jsonl", texts(seed)) for seed, name in enumerate("ab")]
+    texts = [make_texts(120, seed) for seed in range(2)]
+    for own in texts:
+        own[8::9] = [""] * len(own[8::9])  # which are counted
+    return [write_jsonl(tmp_path / f"{name}.jsonl", own) for name, own in zip("ab", texts, strict=True)]
 
 
 def prepare(root: Path, recipe: SimpleNamespace) -> dict:

@@ -1,6 +1,7 @@
 """Run the last stages: load or train the tokenizer, then turn texts into shards of train and parts of validation."""
 
 import json
+import shutil
 import sys
 from array import array
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, prefetch
-from pretraining.data.encoder import Encoder
+from pretraining.data.encoder import Encoder, WrongTokens
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import CleanedCorpus, Cleaner
 from pretraining.data.preparation.stage import Stage
@@ -40,6 +41,8 @@ SPLITS = ("train", "validation")
 ALL = 1.0
 """The validation_share of texts that are for validation only: every draw is below it."""
 RESULT_NAME, POSITIONS_NAME, SIZES_NAME = "result.json", "positions.npy", "sizes.npz"
+WRONG_SUFFIX = ".wrong"
+"""Of an empty file that is named after a backend whose tokens were found to be wrong."""
 RECORDED_DOCUMENTS = 1 << 16
 """Documents whose draws are kept for an exact suggestion: a corpus with more is rarely too small."""
 
@@ -166,10 +169,15 @@ class Tokenize(Stage):
         ahead = prefetch if bound is None else iter
         read = ahead(chain(first, batches))
         encoded = ((batch, *encoder.encode(batch.texts, batch.wheres)) for batch in read)
-        for batch, tokens, ends in ahead(encoded):
-            progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
-            if output.append(batch, tokens, ends, bound):
-                break
+        try:
+            for batch, tokens, ends in ahead(encoded):
+                progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
+                if output.append(batch, tokens, ends, bound):
+                    break
+        except WrongTokens:
+            # Other tasks may still finish with it, in other processes: the next preparation drops them.
+            (self.work / f"{encoder.backend.name}{WRONG_SUFFIX}").touch()
+            raise
         encoding = {"backend": encoder.backend.name, "checked_documents": encoder.num_checked}
         cleaner: Cleaner | None = account.pop("cleaner", None)
         result = {"source": self.texts.pieces[task.start].source, "skipped": account, "encoding": encoding}
@@ -240,6 +248,21 @@ class TokenizeValidation(Tokenize):
     """The same for texts of `data.validation`, whose share is `ALL`."""
 
     name = "tokenize-validation"
+
+
+def drop_wrong_tokens(work: Path) -> None:
+    """Remove all tasks of a work folder that were encoded by a backend whose tokens were found to be wrong."""
+    wrong = {path.stem: path for path in work.glob(f"*{WRONG_SUFFIX}")}
+    stages = (Tokenize.name, TokenizeValidation.name) if wrong else ()
+    for path in [path for stage in stages for path in work.glob(f"{stage}/[0-9]*/{RESULT_NAME}")]:
+        if json.loads(path.read_text(encoding="utf-8"))["encoding"]["backend"] in wrong:
+            # At once: half of a task must not be taken for a finished one.
+            hidden = path.parent.with_name(f".{path.parent.name}")
+            shutil.rmtree(hidden, ignore_errors=True)
+            path.parent.rename(hidden)
+            shutil.rmtree(hidden)
+    for path in wrong.values():
+        path.unlink()
 
 
 def workable_share(folders: list[Path], num_tokens: int, wanted: int) -> float | None:
