@@ -24,6 +24,7 @@ from pretraining.data.shards import SplitWriter
 from pretraining.data.tokenizer import (
     TokenizerInfo,
     check_vocabulary,
+    configured_borders,
     describe_tokenizer,
     local_fingerprint,
     make_units,
@@ -69,7 +70,9 @@ class MakeTokenizer(Stage):
         # The default is not part of it: tasks that had finished before there was the key stay.
         borders = [] if self.borders == "eos" else [self.borders]
         fingerprint = local_fingerprint(self.tokenizer)
-        return [digest_of(self.tokenizer, fingerprint, self.vocab_size, trained_on, *borders)]
+        # tokenizer.json does not say which of its tokens end and begin a document.
+        named = configured_borders(Path(self.tokenizer).expanduser()) if fingerprint else []
+        return [digest_of(self.tokenizer, fingerprint, self.vocab_size, trained_on, *borders, *named)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Fill `folder` with tokenizer.json and its companions; UserError if they do not fit the model."""
