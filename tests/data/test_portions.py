@@ -10,6 +10,7 @@ import fsspec
 import pytest
 
 from pretraining.command_line import number_of_tokens
+from pretraining.data.portions import Portion, portions_of
 from pretraining.data.preparation.execution import Execution, run_slurm_job
 from pretraining.data.preparation.prepare import prepare_data
 from pretraining.data.preparation.stage import run_task
@@ -249,6 +250,15 @@ def test_limit_is_what_the_page_says_of_it():
     found = {limit: load_recipe("124m", limit_tokens=limit) for limit in [*shares, 900 * 1024]}
     assert {limit: found[limit].data.validation_share for limit in shares} == shares
     assert found[900 * 1024].num_steps >= 100
+    # Shares that are written are kept; those by size are not known here.
+    two = ["data.sources.1.path=more.jsonl"]
+    weights = [f"data.sources.{number}.weight={weight}" for number, weight in enumerate((0.9, 0.1))]
+    portions = [
+        portions_of(load_recipe("features/gpt2", [*two, *more], limit_tokens=20_000))
+        for more in ([], weights)
+    ]
+    assert portions[0] == [Portion(20_000), Portion(20_000)]
+    assert portions[1][0].tokens == pytest.approx(9 * portions[1][1].tokens, rel=0.1)
 
 
 def test_command_line_keeps_what_it_sets_of_a_limited_recipe():
