@@ -96,6 +96,10 @@ def join_flat(documents: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([*documents, np.empty(0, np.uint32)]), offsets
 
 
+class WrongTokens(UserError):
+    """A fast backend encodes a document differently from the reference."""
+
+
 Backend = Reference | Fastokens | Gigatoken
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Fastokens, Gigatoken, Reference)}
 
@@ -196,7 +200,7 @@ class Encoder:
     def encode(self, texts: list[str], wheres: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Encode a batch: `tokens` [tokens] of the shards' type, documents in their borders; `ends` [texts], int64.
 
-        Document i is `tokens[ends[i - 1]:ends[i]]`. `wheres` says where each text is from: a UserError names
+        Document i is `tokens[ends[i - 1]:ends[i]]`. `wheres` says where each text is from: WrongTokens names
         the document on which a fast backend and the reference differ.
         """
         ids, offsets = self.backend.encode_flat(texts)
@@ -208,7 +212,8 @@ class Encoder:
             if different is not None:
                 what = f"{self.backend.name} encodes this document differently from the reference"
                 remedy = f'set data.encoder to "{Reference.name}" and prepare again'
-                raise UserError(f"{wheres[chosen[different]]}: {what}; {remedy}")
+                anew = f"what {self.backend.name} has encoded is then encoded anew"
+                raise WrongTokens(f"{wheres[chosen[different]]}: {what}; {remedy}: {anew}")
             self.num_checked += len(chosen)
         return close_documents(ids, offsets, self.borders, self.dtype)
 

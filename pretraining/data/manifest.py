@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pretraining.data.checksums import checksum_of, checksum_of_file
 from pretraining.data.publishing import kept_beside
-from pretraining.data.tokenizer import local_fingerprint
+from pretraining.data.tokenizer import checksums_of, describe_tokenizer, local_fingerprint
 from pretraining.errors import UserError
 from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, object_of, parse_json, read_bytes
 from pretraining.recipe import recipe_schema
@@ -138,10 +138,22 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
 
 def tokenizer_difference(manifest: dict, data: dict) -> str | None:
     """Report if the folder that `data.tokenizer` names holds another tokenizer than the data was made with."""
+    named, made = data["tokenizer"], manifest["tokenizer"]
+    fingerprint = local_fingerprint(named)
     # None: a hub name or a trained tokenizer has no local file to compare.
-    if local_fingerprint(data["tokenizer"]) in (None, manifest["tokenizer"]["fingerprint"]):
+    if fingerprint is None:
         return None
-    return f"data.tokenizer: {data['tokenizer']} holds another one than the data was made with"
+    if fingerprint != made["fingerprint"]:
+        return f"data.tokenizer: {named} holds another one than the data was made with"
+    folder = Path(named).expanduser()
+    # `tokenizers` is imported only if a file has changed.
+    here = made if checksums_of(folder) == made.get("files") else vars(describe_tokenizer(folder, named))
+    # BOS is in the tokens only if it is asked for.
+    for key in ("eos_token_id", *(["bos_token_id"] if "bos" in data.get("borders", "eos") else [])):
+        if here.get(key) != made.get(key, here.get(key)):
+            what = f"has {key} {here[key]} (tokenizer_config.json), the data was made with {made[key]}"
+            return f"data.tokenizer: {named} {what}"
+    return None
 
 
 def fitting_beside(folder: Path, data: dict, fingerprints: list[dict] | None = None) -> str:
@@ -171,10 +183,13 @@ def consulted(data: dict) -> dict:
 
         chain = FilterChain(data["filters"])
         found = {f"data.filters.{number}": rule for number, rule in enumerate(chain.identity)}
-    if folder := (data.get("decontaminate") or {}).get("folder"):
-        from pretraining.data.dedup.decontamination import fingerprint_of_sets
+    if sets := data.get("decontaminate"):
+        from pretraining.data.dedup.decontamination import checksums_of_tasks, fingerprint_of_sets
 
-        found["data.decontaminate.folder"] = {"files": fingerprint_of_sets(folder, [])}
+        if folder := sets.get("folder"):
+            found["data.decontaminate.folder"] = {"files": fingerprint_of_sets(folder, [])}
+        if files := checksums_of_tasks(sets.get("tasks") or []):
+            found["data.decontaminate.tasks"] = {"files": files}
     # As the manifest gives it back: JSON has no tuples, and its keys are strings.
     return json.loads(json.dumps(found))
 

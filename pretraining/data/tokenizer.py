@@ -249,6 +249,11 @@ def describe_tokenizer(folder: Path, name: str) -> TokenizerInfo:
     return _DESCRIBED[key]
 
 
+def configured_borders(folder: Path) -> list[str]:
+    """List what the folder's tokenizer_config.json says of EOS and BOS."""
+    return [f"{name}={token}" for name in ("eos_token", "bos_token") if (token := _configured(folder, name))]
+
+
 _DESCRIBED: dict[tuple[tuple[str, str], ...], TokenizerInfo] = {}
 
 

@@ -12,7 +12,9 @@ import pytest
 from data_prep import parse_arguments
 from pretraining.data.manifest import DECIDING_KEYS, DECIDING_SOURCE_KEYS, deciding_section, read_manifest
 from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.preparation.tokenizing import MakeTokenizer
 from pretraining.data.prepared import open_prepared
+from pretraining.data.tokenizer import train_tokenizer
 from pretraining.recipe import load_recipe, recipe_schema
 from tests.gear.finished_data import (
     change_manifest,
@@ -247,6 +249,32 @@ def test_what_filters_and_decontamination_read_is_a_part_of_the_identity(made, t
         (tmp_path / path).write_text(before)
     (tmp_path / "words.txt").unlink()
     (tmp_path / "sets" / "quiz.txt").unlink()
+    prepare(tmp_path / "data", recipe)
+
+
+@pytest.mark.parametrize(("borders", "token"), [("eos", "eos_token"), ("bos", "bos_token")])
+def test_the_token_at_a_border_is_a_part_of_the_tokenizer(made, tmp_path, borders, token):
+    """A folder that names another one is refused, and its tasks are not reused; other companions decide nothing."""
+    folder = tmp_path / "tokenizer"
+    train_tokenizer(make_texts(60), 280, folder, special_tokens=["<|stop|>"])
+    recipe = mixed(made, tokenizer=str(folder), borders=borders)
+    prepare(tmp_path / "data", recipe)
+    keys = MakeTokenizer(tmp_path, None, str(folder), None, 0.1).keys
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": 99}))
+    prepare(tmp_path / "data", recipe)
+    assert MakeTokenizer(tmp_path, None, str(folder), None, 0.1).keys == keys
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, token: "<|stop|>"}))
+    for action in (prepare_data, open_prepared):
+        message = refusal(action, recipe, tmp_path / "data")
+        assert f"{token}_id 1 (tokenizer_config.json), the data was made with 0" in message
+    assert MakeTokenizer(tmp_path, None, str(folder), None, 0.1).keys != keys
+    # A manifest of an older version knows tokenizer.json alone.
+    old = ("eos_token_id", "bos_token_id", "files")
+    change_manifest(
+        tmp_path / "data" / "corpus", lambda manifest: [manifest["tokenizer"].pop(key) for key in old]
+    )
     prepare(tmp_path / "data", recipe)
 
 

@@ -8,8 +8,13 @@ import sys
 import numpy as np
 import pytest
 
-from pretraining.data.dedup.decontamination import build_index, merge_reports, read_evaluation_sets
-from pretraining.data.manifest import read_manifest
+from pretraining.data.dedup.decontamination import (
+    build_index,
+    fingerprint_of_sets,
+    merge_reports,
+    read_evaluation_sets,
+)
+from pretraining.data.manifest import consulted, read_manifest
 from pretraining.recipe.data import Decontaminate
 from tests.gear.finished_data import prepare, recipe_for, refusal, write_jsonl
 
@@ -155,5 +160,11 @@ def test_a_task_of_lm_eval_is_read(tmp_path, monkeypatch):
     )
     found = list(read_evaluation_sets(tasks=[str(task)]))
     assert [text for _, text in found] == [QUESTION, "a pebble", "Question: " + QUESTION]
+    # What the file says is a part of the identity; of data from before it was, nobody knows.
+    asked = {"decontaminate": {"tasks": [str(task), "arc_easy"]}}
+    before = fingerprint_of_sets(None, [str(task)]), consulted(asked)
+    task.write_text(task.read_text().replace("Question: ", "Q: "))
+    after = fingerprint_of_sets(None, [str(task)]), consulted(asked)
+    assert before[0] != after[0] and before[1] != after[1] and list(after[1]) == ["data.decontaminate.tasks"]
     index = build_index(found, Decontaminate())
     assert np.all(checked(index, [prose(10) + QUESTION, prose(40)])[0] == [True, False])

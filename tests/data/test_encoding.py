@@ -21,14 +21,16 @@ from pretraining.data.encoder import (
     is_checked,
     uncovered_texts,
 )
-from pretraining.data.preparation.prepare import count_data
+from pretraining.data.preparation.execution import Execution
+from pretraining.data.preparation.prepare import count_data, prepare_data
 from pretraining.data.preparation.tokenizing import MakeTokenizer
 from pretraining.data.shards import SplitWriter
 from pretraining.data.tokenizer import END_OF_TEXT, Borders, describe_tokenizer, make_units, train_tokenizer
 from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
-from tests.gear.finished_data import recipe_for, refusal, write_jsonl
+from tests.gear.finished_data import prepare, recipe_for, refusal, write_jsonl
+from tests.gear.runs import bytes_of
 
 UINT16 = np.dtype(np.uint16)
 FAST = ("fastokens", "gigatoken")
@@ -110,6 +112,28 @@ def test_a_lie_during_encoding_stops_with_the_document_named(folder: Path, monke
     said = rf'^corpus\.jsonl:line {checked[0]}: .*data\.encoder to "tokenizers"'
     with pytest.raises(UserError, match=said):
         encoder.encode(texts, [f"corpus.jsonl:line {number}" for number in range(len(texts))])
+
+
+@pytest.mark.parametrize("remedy", ["tokenizers", "a mended version"])
+def test_what_a_lying_backend_has_encoded_is_encoded_anew(tmp_path, monkeypatch, small_tasks, remedy) -> None:
+    """Also tasks that had finished before the lie was found, whichever way out is taken."""
+    pytest.importorskip("fastokens")
+    texts = sorted(
+        (f"document {number} of some words" for number in range(2 * CHECKED_ONE_IN)), key=is_checked
+    )
+    path = write_jsonl(tmp_path / "texts.jsonl", texts)
+    expected = bytes_of(prepare(tmp_path / "right", recipe_for(path)))
+    lying = recipe_for(path, encoder="auto")
+    with monkeypatch.context() as patched:
+        patched.setattr("pretraining.data.encoder.SAMPLE_CHARACTERS", 1)
+        patched.setitem(BACKENDS, "fastokens", Lying)
+        here = (lying, tmp_path / "data", False, Execution("inline"))
+        assert "what fastokens has encoded is then encoded anew" in refusal(prepare_data, *here)
+    made = [*(tmp_path / "data" / ".corpus.work").glob("tokenize/*/result.json")]
+    assert made and all('"fastokens"' in result.read_text() for result in made)
+    mended = prepare(tmp_path / "data", recipe_for(path) if remedy == "tokenizers" else lying)
+    found = bytes_of(mended)
+    assert [name for name in expected if found[name] != expected[name] and name != "manifest.json"] == []
 
 
 def test_the_checked_share_depends_on_the_text_alone(folder: Path) -> None:

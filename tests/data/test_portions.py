@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from pretraining.command_line import number_of_tokens
+from pretraining.data.portions import Portion, portions_of
 from pretraining.data.preparation.execution import Execution, run_slurm_job
 from pretraining.data.preparation.prepare import prepare_data
+from pretraining.data.preparation.stage import run_task
 from pretraining.data.prepared import PreparedData, open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.planning.run_plan import build_run_plan
@@ -28,7 +30,10 @@ CLEANED = {"filters": [{"rule": "length", "min_words": 53}, {"rule": "pii"}]}
 
 @pytest.fixture
 def sources(tmp_path) -> list[Path]:
-    return [write_jsonl(tmp_path / f"{name}.jsonl", make_texts(120, seed)) for seed, name in enumerate("ab")]
+    texts = [make_texts(120, seed) for seed in range(2)]
+    for own in texts:
+        own[8::9] = [""] * len(own[8::9])  # which are counted
+    return [write_jsonl(tmp_path / f"{name}.jsonl", own) for name, own in zip("ab", texts, strict=True)]
 
 
 def prepare(root: Path, recipe: SimpleNamespace) -> dict:
@@ -72,6 +77,29 @@ def test_extended_is_as_made_at_once(sources, tmp_path, cleaning):
     assert prepare(tmp_path / "extended", whole) == prepare(tmp_path / "whole", whole)
     # Nothing is left beside it: no earlier version, no work.
     assert [path.name for path in (tmp_path / "extended").iterdir()] == ["corpus"]
+
+
+CAPPED = ([7000, 5000], {})
+WHOLE = ([None, None], {})
+CHANGES = {"a cap is added": (WHOLE, CAPPED), "it is taken away": (CAPPED, WHOLE)}
+CHANGES["an order is asked for"] = (WHOLE, ([None, None], {"shuffle_blocks": 8}))
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_decides_no_token_may_change_before_all_is_prepared(sources, tmp_path, monkeypatch, change):
+    """Killed, and gone on with other keys, the data set and what it reports are as made at once."""
+    first, then = (capped(sources, *caps, **CLEANED, **data) for caps, data in change)
+    left = iter(range(4))
+
+    def killed(stage, number, progress):
+        if stage.name == "tokenize" and next(left, None) is None:
+            raise KeyboardInterrupt
+        run_task(stage, number, progress)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("pretraining.data.preparation.execution.run_task", killed)
+        prepare(tmp_path / "killed", first)
+    assert prepare(tmp_path / "killed", then) == prepare(tmp_path / "at_once", then)
 
 
 @pytest.mark.parametrize("share", [0, 0.2])
@@ -241,6 +269,15 @@ def test_limit_is_what_the_page_says_of_it():
     found = {limit: load_recipe("124m", limit_tokens=limit) for limit in [*shares, 900 * 1024]}
     assert {limit: found[limit].data.validation_share for limit in shares} == shares
     assert found[900 * 1024].num_steps >= 100
+    # Shares that are written are kept; those by size are not known here.
+    two = ["data.sources.1.path=more.jsonl"]
+    weights = [f"data.sources.{number}.weight={weight}" for number, weight in enumerate((0.9, 0.1))]
+    portions = [
+        portions_of(load_recipe("features/gpt2", [*two, *more], limit_tokens=20_000))
+        for more in ([], weights)
+    ]
+    assert portions[0] == [Portion(20_000), Portion(20_000)]
+    assert portions[1][0].tokens == pytest.approx(9 * portions[1][1].tokens, rel=0.1)
 
 
 def test_command_line_keeps_what_it_sets_of_a_limited_recipe():

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import os
 import pickle
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -233,6 +236,37 @@ def test_the_identity_changes_with_all_that_verdicts_depend_on(tmp_path):
     own_rule.write_text("def keep(text):\n    return True\n")
     after = FilterChain(specs).identity
     assert after[0] != before[0] and after[1] != before[1] and after[2] == before[2]
+
+
+BOUND = "from functools import partial\ndef kept(text, least, but=()):\n    return len(text) {sign} least\n{made}\n"
+KEPT = {"sign": ">", "made": "keep = partial(kept, least=5, but={'a', 'b', kept.__name__})"}
+PARTIALS = {
+    "the function": {"sign": ">="},
+    "an argument": {"made": "keep = partial(kept, least=6, but={'a', 'b', kept.__name__})"},
+}
+
+
+@pytest.mark.parametrize("changed", PARTIALS.values(), ids=PARTIALS)
+def test_a_partial_function_is_known_by_what_it_wraps_and_passes(tmp_path, changed):
+    """In any process: neither the order of a set nor an address is a part of it."""
+    own_rule = tmp_path / "own.py"
+    program = "import json, sys; from pretraining.data.quality.chain import FilterChain as C; "
+    program += "print(json.dumps(C(json.loads(sys.argv[1])).identity))"
+    specs = [{"rule": "callable", "import": f"{own_rule}:keep"}]
+
+    def identity(seed: str = "") -> list[dict]:
+        if not seed:
+            return FilterChain(specs).identity
+        words = [sys.executable, "-c", program, json.dumps(specs)]
+        hashed = {**os.environ, "PYTHONHASHSEED": seed}
+        return json.loads(subprocess.run(words, env=hashed, check=True, capture_output=True).stdout)
+
+    own_rule.write_text(BOUND.format(**KEPT))
+    before = identity()
+    assert identity("1") == identity("2") == before
+    # Longer: bytecode of the same second and size would be taken for it.
+    own_rule.write_text(BOUND.format(**{**KEPT, **changed}) + "# changed\n")
+    assert identity() != before
 
 
 def test_the_schema_describes_every_parameter():

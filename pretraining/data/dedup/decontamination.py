@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.data.checksums import digest_of
+from pretraining.data.checksums import checksum_of_file, digest_of
 from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
 from pretraining.data.quality.chain import added
 from pretraining.data.text_files import files_below, local_file, read_documents, unread_note
@@ -176,11 +176,18 @@ def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> It
 
 
 def fingerprint_of_sets(folder: str | None, tasks: list[str]) -> str:
-    """Return a digest of the files of `folder`, the names of the tasks, and lm-eval's version."""
+    """Return a digest of the files of `folder`, the names of the tasks, their YAML files, and lm-eval's version."""
     # Another version of lm-eval may build other prompts from the same data.
     version = require("lm_eval", "data.decontaminate.tasks").__version__ if tasks else None
     files = [local_file(path, Path(folder)) for path in _files_of(Path(folder))] if folder else []
-    return digest_of([(file.name, file.num_bytes, file.version) for file in files], list(tasks), version)
+    read = [(file.name, file.num_bytes, file.version) for file in files]
+    # A digest of names alone stays what it was.
+    return digest_of(read, list(tasks), version, *checksums_of_tasks(tasks))
+
+
+def checksums_of_tasks(tasks: list[str]) -> list[str]:
+    """Compute those of the YAML files among lm-eval tasks, without the files that these name."""
+    return [checksum_of_file(Path(name)) for name in tasks if Path(name).is_file()]
 
 
 def note_of_sets(folder: str) -> str | None:

@@ -163,7 +163,7 @@ def finish(preparation: Preparation, show_progress: bool = False) -> Path | None
             source.check_unchanged()
     now = consulted(preparation.data.to_dict())
     for key in preparation.consulted:
-        if now[key] != preparation.consulted[key]:
+        if now.get(key) != preparation.consulted[key]:
             what = "what it reads has changed while the data was prepared"
             raise UserError(f"{key}: {what}; run the same command again once nobody writes there")
     survey = preparation.survey()

@@ -177,8 +177,8 @@ class Preparation:
         names = tuple(spec.called for spec in data.sources)
         clean = cleaning.Clean(self.work, self.corpus, data.filters, self.consulted, sets, dedup, names)
         # Documents are compared across the whole corpus; else no more is cleaned than is wanted, and no task waits for
-        # text behind it.
-        if not dedup and (any(self.targets) or data.shuffle_blocks):
+        # text behind it. What goes on after such a portion is counted in the same way.
+        if not dedup and (any(self.targets) or data.shuffle_blocks or self.goes_on):
             return cleaning.CleanedCorpus(cleaned_by, clean, as_read=True)
         fates, passages, share = None, None, data.validation_share
         if dedup:

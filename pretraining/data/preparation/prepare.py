@@ -263,7 +263,9 @@ def _build(
     """Run the stages and publish, or submit them to a cluster; return the path of a kept data set, and the job ids."""
     from pretraining.data.arriving import arrived_path
     from pretraining.data.preparation.finish import finish, keep_arrived
+    from pretraining.data.preparation.tokenizing import drop_wrong_tokens
 
+    drop_wrong_tokens(preparation.work)
     if execution.executor == "slurm":
         return None, tuple(submit_to_slurm(preparation, execution))
     try:

@@ -1,6 +1,7 @@
 """Run the last stages: load or train the tokenizer, then turn texts into shards of train and parts of validation."""
 
 import json
+import shutil
 import sys
 from array import array
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import Batch, Corpus, prefetch
-from pretraining.data.encoder import Encoder
+from pretraining.data.encoder import Encoder, WrongTokens
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import CleanedCorpus, Cleaner
 from pretraining.data.preparation.stage import Stage
@@ -23,6 +24,7 @@ from pretraining.data.shards import SplitWriter
 from pretraining.data.tokenizer import (
     TokenizerInfo,
     check_vocabulary,
+    configured_borders,
     describe_tokenizer,
     local_fingerprint,
     make_units,
@@ -40,6 +42,8 @@ SPLITS = ("train", "validation")
 ALL = 1.0
 """The validation_share of texts that are for validation only: every draw is below it."""
 RESULT_NAME, POSITIONS_NAME, SIZES_NAME = "result.json", "positions.npy", "sizes.npz"
+WRONG_SUFFIX = ".wrong"
+"""Of an empty file that is named after a backend whose tokens were found to be wrong."""
 RECORDED_DOCUMENTS = 1 << 16
 """Documents whose draws are kept for an exact suggestion: a corpus with more is rarely too small."""
 
@@ -66,7 +70,9 @@ class MakeTokenizer(Stage):
         # The default is not part of it: tasks that had finished before there was the key stay.
         borders = [] if self.borders == "eos" else [self.borders]
         fingerprint = local_fingerprint(self.tokenizer)
-        return [digest_of(self.tokenizer, fingerprint, self.vocab_size, trained_on, *borders)]
+        # tokenizer.json does not say which of its tokens end and begin a document.
+        named = configured_borders(Path(self.tokenizer).expanduser()) if fingerprint else []
+        return [digest_of(self.tokenizer, fingerprint, self.vocab_size, trained_on, *borders, *named)]
 
     def run(self, number: int, folder: Path, progress: ProgressBar) -> None:
         """Fill `folder` with tokenizer.json and its companions; UserError if they do not fit the model."""
@@ -140,6 +146,8 @@ class Tokenize(Stage):
         task = self.texts.tasks[number]
         # Results have positions: a finished task of an older program has none, and is not taken for these.
         shared = [self.tokenizer.keys, self.validation_share, "positions"]
+        # The tokens are the same; but the task counts what is taken out, as `Clean` does otherwise.
+        shared += ["as read"] if isinstance(self.texts, CleanedCorpus) and self.texts.as_read else []
         return digest_of(shared, self.texts.keys[task.start : task.stop], *self.bounds.get(number, ()))
 
     def folder(self, number: int) -> Path:
@@ -164,10 +172,15 @@ class Tokenize(Stage):
         ahead = prefetch if bound is None else iter
         read = ahead(chain(first, batches))
         encoded = ((batch, *encoder.encode(batch.texts, batch.wheres)) for batch in read)
-        for batch, tokens, ends in ahead(encoded):
-            progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
-            if output.append(batch, tokens, ends, bound):
-                break
+        try:
+            for batch, tokens, ends in ahead(encoded):
+                progress.add(len(batch.texts), sum(batch.num_bytes), len(tokens))
+                if output.append(batch, tokens, ends, bound):
+                    break
+        except WrongTokens:
+            # Other tasks may still finish with it, in other processes: the next preparation drops them.
+            (self.work / f"{encoder.backend.name}{WRONG_SUFFIX}").touch()
+            raise
         encoding = {"backend": encoder.backend.name, "checked_documents": encoder.num_checked}
         cleaner: Cleaner | None = account.pop("cleaner", None)
         result = {"source": self.texts.pieces[task.start].source, "skipped": account, "encoding": encoding}
@@ -238,6 +251,21 @@ class TokenizeValidation(Tokenize):
     """The same for texts of `data.validation`, whose share is `ALL`."""
 
     name = "tokenize-validation"
+
+
+def drop_wrong_tokens(work: Path) -> None:
+    """Remove all tasks of a work folder that were encoded by a backend whose tokens were found to be wrong."""
+    wrong = {path.stem: path for path in work.glob(f"*{WRONG_SUFFIX}")}
+    stages = (Tokenize.name, TokenizeValidation.name) if wrong else ()
+    for path in [path for stage in stages for path in work.glob(f"{stage}/[0-9]*/{RESULT_NAME}")]:
+        if json.loads(path.read_text(encoding="utf-8"))["encoding"]["backend"] in wrong:
+            # At once: half of a task must not be taken for a finished one.
+            hidden = path.parent.with_name(f".{path.parent.name}")
+            shutil.rmtree(hidden, ignore_errors=True)
+            path.parent.rename(hidden)
+            shutil.rmtree(hidden)
+    for path in wrong.values():
+        path.unlink()
 
 
 def workable_share(folders: list[Path], num_tokens: int, wanted: int) -> float | None:

@@ -2,11 +2,12 @@
 
 import hashlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -422,8 +423,28 @@ class Custom(Rule):
         return None if answer else Rejection(self.import_.rpartition(":")[2], repr(answer), "True or a text")
 
     def identity(self) -> dict:
-        """Return the parameters, with the checksum of the file that defines the function."""
+        """Return the parameters, with the checksum of the file that defines the function.
+
+        Of a `functools.partial` also its arguments.
+        """
+        function, bound = self._function, []
+        while isinstance(function, partial):
+            given = [function.args, function.keywords]
+            bound.append(json.dumps(given, default=_same_everywhere, skipkeys=True))
+            function = function.func
         # a method of a builtin type, as keyword.iskeyword is, has no module
-        module = sys.modules.get(getattr(self._function, "__module__", None) or "")
+        module = sys.modules.get(getattr(function, "__module__", None) or "")
         file = getattr(module, "__file__", None)
-        return {**super().identity(), "source": _sha256(Path(file)) if file else None}
+        source = _sha256(Path(file)) if file else None
+        # Data of an earlier version has "source" of any: of a partial it was Python's own file.
+        return {**super().identity(), **({"partial": [source, *bound]} if bound else {"source": source})}
+
+
+def _same_everywhere(value: object) -> object:
+    """Describe an argument that is no JSON value, alike in every process."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, Path | re.Pattern):
+        return repr(value)
+    # The repr of other objects holds their address.
+    return getattr(value, "__qualname__", type(value).__qualname__)
