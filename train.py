@@ -93,8 +93,7 @@ def train(
         with closing(Arrival(recipe, options.data_dir, run, monitors.stop)) as arrival:
             data = data or arrival.open(options.resume, options.allow_change)
             while not attempt(Job(recipe, plan, data, run, options, monitors, arrival)):
-                # Rolled back: the run's journal names the step to go on from and the samples to leave out.
-                options.resume = "auto"
+                pass  # rolled back: the run's journal names the step to go on from and the samples to leave out
     # All is saved and written: from here on a signal ends this process as it ends any other.
     monitors.stop.signals.close()
 
@@ -147,7 +146,7 @@ def attempt(job: "Job") -> bool:
     if (finding := monitors.stability.finding) is not None:
         trainer.release()
         # raises `GaveUp` if the recipe allows no further attempt
-        roll_back(run, start, recipe, finding.step, finding.sentence)
+        options.resume = roll_back(run, start, recipe, finding.step, finding.sentence)
         return False
     finish(job, plan, trainer, checkpoints)
     return True

@@ -18,6 +18,7 @@ from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
 from pretraining.recipe.data import block_of
 from pretraining.recipe.fixed_keys import changed_parts
+from pretraining.recipe.piecewise import placed
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import DECAYING, SCHEDULE_FREE, STABLE
 from pretraining.runtime.durable_files import append_row, flush_folder, read_rows, write_json
@@ -44,8 +45,9 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
 
     The caller has verified the checkpoint. Its files are linked, or copied if the disk has no links. The new recipe is
     that of the checkpoint with another name, schedule and budget, and with the settings of the stage, whose changes
-    count as accepted. `output` appears complete or not at all. Raises `UserError` if the rate is not stable at that
-    step, the step's size still rises, a setting is wrong, or the checkpoint could not be loaded with it.
+    count as accepted. Stages of a mixture, and points of decay and momentum, keep their places. `output` appears
+    complete or not at all. Raises `UserError` if the rate is not stable at that step, the step's size still rises, a
+    setting is wrong, or the checkpoint could not be loaded with it.
     """
     marker, folder = read_marker(checkpoint), output.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -167,7 +169,30 @@ def _staged_recipe(
                 stages.append({key: value for key, value in each.to_dict().items() if key != "until"})
                 break
             stages.append({**each.to_dict(), "until": until})
+    _keep_points(earlier, changed, start, values)
     return values
+
+
+def _keep_points(earlier: Recipe, changed: Recipe, start: Start, values: dict) -> None:
+    """Give points of decay and momentum that the stage does not set the steps at which they were, in its `values`.
+
+    A share, or the end, is one of the earlier run. Raises `UserError` if steps have another size now.
+    """
+    progress = start.progress(earlier)
+    num_steps = progress.schedule_place(progress.last_step)
+    groups = zip(earlier.optimizer.groups, changed.optimizer.groups, strict=False)
+    for number, (was, now) in enumerate(groups):
+        for name in ("weight_decay", "momentum"):
+            points = getattr(now, name)
+            if not isinstance(points, list) or points != getattr(was, name):
+                continue
+            if earlier.step_sizes != changed.step_sizes:
+                key = f"optimizer.groups.{number}.{name}"
+                what = "its points count steps of the earlier size, and the stage has another"
+                raise UserError(
+                    f"{key}: {what}; write those of the stage: --set {key}='[[STEP, VALUE], ...]'"
+                )
+            values["optimizer"]["groups"][number][name] = placed(points, num_steps)
 
 
 def _stable_since(recipe: Recipe, start: Start, checkpoint: Path) -> int:

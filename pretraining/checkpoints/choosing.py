@@ -132,7 +132,9 @@ def choose_checkpoint(
         elif resume != "never":
             with suppress(OSError, ValueError):
                 step = step_of(Path(resume))
-        if newer := remote.at_first_contact().newest(step):
+        # A later start passes over what a rollback to this step has left behind.
+        journal = NOTHING_HEALED if resume == "never" else Journal.read(run.journal)
+        if newer := remote.at_first_contact().newest(step, journal=journal):
             what = f"{remote.where(newer[0])} is newer, and a later start would go on from there"
             remedy = "give this run its own --output_dir or another checkpoints.upload"
             raise UserError(f"--resume {resume}: {what}; {remedy}, or remove what lies there")

@@ -83,7 +83,7 @@ def find_start(
     if in_parts and resume != "never":
         bring_history(run, upload)
     # A launcher that restarts the run repeats the command line: a typed `never` must not begin the run anew each time.
-    resume = from_rank_0(lambda: resume_after_restart(run, resume))
+    typed, resume = resume, from_rank_0(lambda: resume_after_restart(run, resume))
 
     def check_stored(place: str, marker: dict, accepted: bytes) -> None:
         recorded = [*recorded_changes(run), *changes_in(accepted, place)]
@@ -93,6 +93,8 @@ def find_start(
     if resume != "never":
         from_rank_0(check_folder)  # the cheap check first: verifying a checkpoint reads all its bytes
     checkpoint, source = choose_checkpoint(run, resume, upload, layout, check_stored, in_parts)
+    if checkpoint is None and typed not in ("auto", "never"):  # restarted before it had saved
+        checkpoint, source = choose_checkpoint(run, typed, upload, layout, check_stored, in_parts)
     if resume == "never":
         return Start(starts_over=True)
     from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
@@ -409,50 +411,71 @@ def bring_history(run: RunFolder, upload: str | None) -> None:
         from_rank_0(lambda: write(history))
 
 
-def roll_back(run: RunFolder, start: Start, recipe: Recipe, step: int, why: str) -> None:
+def roll_back(run: RunFolder, start: Start, recipe: Recipe, step: int, why: str) -> str:
     """Write a rollback into the journal, which the next `find_start` follows; every rank calls it.
 
     The samples of `monitors.spikes.skip_steps` steps before the step whose loss was the reason, and of as many steps
     from it on, are left out. When the run is opened again, the checkpoints saved since are set aside. start: where this
-    attempt began. Raises `GaveUp` on every rank, if the policy is another one or has no rollback left.
+    attempt began. Returns the next attempt's `--resume`. Raises `GaveUp` on every rank, if the policy is another one,
+    has no rollback left, or finds no checkpoint from before that step.
     """
 
-    def write() -> str | None:
-        """Return the run's last line, or None after a rollback."""
+    def write() -> tuple[str, str]:
+        """Return the next `--resume` and "", or "" and the run's last line."""
         spikes, done = recipe.monitors.spikes, len(start.journal.rollbacks)
-        allowed = spikes.max_rollbacks
-        if spikes.policy != "rollback" or done >= allowed:
-            run.add_event("gave_up", step=step, why=why, policy=spikes.policy, rollbacks=done)
+        allowed, reason = spikes.max_rollbacks, why
+        # Counted from 0, `step - 1` is the step whose loss was the reason. At the first steps of a run there are fewer
+        # before it.
+        first_step, last_step = max(0, step - 1 - spikes.skip_steps), step - 1 + spikes.skip_steps
+        resume, to_step = _checkpoint_before(run, start, step, first_step) or ("auto", 0)
+        # the beginning of a run is where nothing was saved yet
+        none_left = to_step == 0 and (start.checkpoint is not None or bool(run.committed()))
+        if spikes.policy == "rollback" and done < allowed and none_left:
+            reason += "; no whole checkpoint from before it is left to go back to (checkpoints.keep_last)"
+        if spikes.policy != "rollback" or done >= allowed or none_left:
+            run.add_event("gave_up", step=step, why=reason, policy=spikes.policy, rollbacks=done)
             after = f" after {done} rollbacks" if done else ""
-            return (
-                f"{run.path}: training gave up{after} (monitors.spikes.policy {spikes.policy}): {why}; {run.events} "
+            return "", (
+                f"{run.path}: training gave up{after} (monitors.spikes.policy {spikes.policy}): {reason}; {run.events} "
                 "says what happened and what to try; the committed checkpoints are kept, and the same command "
                 "continues from the newest"
             )
-        # Counted from 0, `step - 1` is the step whose loss was the reason. At the first steps of a run there are fewer
-        # before it.
         progress = start.progress(recipe)
-        first_step, last_step = max(0, step - 1 - spikes.skip_steps), step - 1 + spikes.skip_steps
-        first, last = progress.samples_at(first_step), progress.samples_at(last_step)
+        # What a nearer checkpoint has trained on cannot be left out.
+        first, last = progress.samples_at(max(first_step, to_step)), progress.samples_at(last_step)
         # Positions in the global order, from which earlier rollbacks have left out samples already.
         positions = start.journal.position(first), start.journal.position(last - 1) + 1
-        place, to_step = DiskPlace(run.path), 0
-        for name in place.checkpoints():
-            if step_in(name) > first_step:
-                continue
-            # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
-            # changed. What other disks hold of it shows then, too.
-            found = health(place, name, is_part=not run.disks.shared)
-            left_behind = start.journal.overtakes(step_in(name), found.marker.get("rollbacks", 0))
-            if found.word == COMMITTED and not left_behind:
-                to_step = step_in(name)
-                break
         rollback = Rollback(step, to_step, positions, spikes.lr_factor, spikes.lr_steps)
         # The journal first: if the process is killed after it, the next start still follows it.
         Journal((*start.journal.rollbacks, rollback)).write(run.journal)
         run.add_event("rollback", **asdict(rollback), why=why, rollback=done + 1, of=allowed)
-        print(f"rollback {done + 1} of {allowed}: {why}; back to step {rollback.to_step}", flush=True)
-        return None
+        nearer = ", the oldest checkpoint there is, nearer than monitors.spikes.skip_steps"
+        nearer = nearer if to_step > first_step else ""
+        print(f"rollback {done + 1} of {allowed}: {why}; back to step {to_step}{nearer}", flush=True)
+        return resume, ""
 
-    if (last_words := from_rank_0(write)) is not None:
+    resume, last_words = from_rank_0(write)
+    if last_words:
         raise GaveUp(last_words)
+    return resume
+
+
+def _checkpoint_before(run: RunFolder, start: Start, step: int, wanted: int) -> tuple[str, int] | None:
+    """Find the newest checkpoint of at most `wanted` steps, else the oldest one before `step`: (its `--resume`, step).
+
+    Not below another run's, from which this attempt began: what is older in this folder is of another course.
+    """
+    given = start.checkpoint
+    given = given if given and given.parent.resolve() != run.path.resolve() else None
+    found = [(str(given), start.step)] if given and start.step < step else []
+    place, above = DiskPlace(run.path), start.step if given else -1
+    for name in reversed(place.checkpoints()):
+        if not above < step_in(name) < step:
+            continue
+        # Marker and sizes suffice here: the next start compares the bytes, and takes an earlier one if they have
+        # changed. What other disks hold of it shows then, too.
+        state = health(place, name, is_part=not run.disks.shared)
+        left_behind = start.journal.overtakes(step_in(name), state.marker.get("rollbacks", 0))
+        if state.word == COMMITTED and not left_behind:
+            found.append(("auto", step_in(name)))
+    return next((each for each in reversed(found) if each[1] <= wanted), found[0] if found else None)

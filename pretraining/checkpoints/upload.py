@@ -249,7 +249,7 @@ class Parcel:
 
 
 def send_export(run: RunFolder, remote: RemoteRun) -> None:
-    """Send the export to the run's store, and compare the sizes there. A store that fails is an event."""
+    """Send the export to the run's store, and compare the sizes there. A store that fails is a line and an event."""
     began = time.perf_counter()
     sizes = {path.name: path.stat().st_size for path in sorted(run.export.iterdir()) if path.is_file()}
     try:
@@ -259,6 +259,7 @@ def send_export(run: RunFolder, remote: RemoteRun) -> None:
         if arrived is not None and {name: arrived.get(name) for name in sizes} != sizes:
             raise UserError(f"{remote.where(run.export.name)}: not what was sent; copy {run.export} there")
     except (UserError, OSError) as error:
+        print(f"checkpoints: the export's upload failed: {masked(str(error))}", file=sys.stderr, flush=True)
         return run.add_event("export_upload_failed", reason=str(error))
     seconds = round(time.perf_counter() - began, 3)
     to = remote.where(run.export.name)

@@ -17,7 +17,7 @@ from pretraining.planning.memory.need import BUILT, ROOMY, TIGHT, memory_need
 from pretraining.planning.memory.states import reduce_bucket, unprotected_gradient
 from pretraining.planning.messages import EXPERT, SEQUENCE, TENSOR, layer_messages, spans_nodes
 from pretraining.planning.quantities import duration, num_bytes, several
-from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan
+from pretraining.planning.run_plan import Machine, Objection, RunPlan, Verdict, build_run_plan, save_every
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import ROUTER, parameter_tensors
 from pretraining.planning.sizes import balance_of_experts, model_size
@@ -277,7 +277,7 @@ def _curve_warnings(case: _Case) -> Iterator[Objection]:
 
 
 def _save_warnings(case: _Case) -> Iterator[Objection]:
-    """Warn about a first checkpoint that is the last step's, and about many that failures do not ask for."""
+    """Warn about a first checkpoint that is the last step's, too few for a rollback, and many that nobody asks for."""
     training, steps, gpu = case.recipe.training, case.recipe.num_steps, case.machine.gpu
     by_epoch = training.save_strategy == "epoch"
     if by_epoch or (training.save_strategy == "steps" and training.save_steps > steps):
@@ -286,6 +286,13 @@ def _save_warnings(case: _Case) -> Iterator[Objection]:
         what = f"{what}, the run has {several(steps, 'step')}"
         by_steps = "--set training.save_strategy=steps " if by_epoch else ""
         yield Objection(what, f"{by_steps}--set training.save_steps={max(1, steps // 10)}")
+    spikes, kept = case.recipe.monitors.spikes, case.recipe.checkpoints.keep_last
+    every = save_every(case.recipe)
+    if spikes.policy == "rollback" and kept is not None and every and (kept - 1) * every < spikes.skip_steps:
+        # right after a save, the oldest one that is kept is so many intervals old
+        what = f"checkpoints.keep_last {kept} of one every {several(every, 'step')} may leave none as old as "
+        what += f"monitors.spikes.skip_steps ({spikes.skip_steps}) asks for: a rollback goes back less far"
+        yield Objection(what, f"--set checkpoints.keep_last={1 + math.ceil(spikes.skip_steps / every)}")
     saved = cost_of_checkpoints(case.plan, case.step.seconds, gpu) if case.step else None
     if saved is None or saved.written < MANY_CHECKPOINTS:
         return

@@ -57,6 +57,12 @@ def check_points(value: float | Points | None, at: str, num_steps: float, below:
         before = place
 
 
+def placed(points: Points, num_steps: float) -> Points:
+    """Return the points with places in steps, of a run of `num_steps`; a place in its first step moves to its end."""
+    places = [place_of(point, num_steps) for point in points]
+    return [[place and max(1.0, place), *point[1:]] for place, point in zip(places, points, strict=True)]
+
+
 def shrunk(value: float | Points, share: float) -> float | Points:
     """Return the value for a run that is shorter by a factor: places in steps move with its end."""
     if not isinstance(value, list):

@@ -192,7 +192,8 @@ class Spikes(Section):
     max_rollbacks: int = key(default=3, minimum=0)
     """Rollbacks in the whole run; then it stops with exit code 77."""
     skip_steps: int = key(default=8, minimum=1, maximum=10000)
-    """With rollback: the samples of so many steps before the spike, and of as many from it on, are left out."""
+    """With rollback: the samples of so many steps before the spike, and of as many from it on, are left out; fewer
+    before it if no checkpoint is that old."""
     lr_factor: float = key(default=1.0, exclusiveMinimum=0, maximum=1)
     """Of the learning rate in the lr_steps steps after a rollback."""
     lr_steps: int = key(default=0, minimum=0)

@@ -36,7 +36,8 @@ EVENTS = {
     "finished": ("end",),
     "alert": (
         *("spike", "non_finite", "gradient_explosion", "plateau", "starved_experts"),
-        *("straggler", "low_use", "early_stop", "save_failed", "upload_failed", "checkpoint_passed_over"),
+        *("straggler", "low_use", "early_stop", "save_failed", "upload_failed", "export_upload_failed"),
+        "checkpoint_passed_over",
     ),
 }
 """{entry of `monitors.notify.on`: the kinds of rows of events.jsonl that it means}"""

@@ -15,9 +15,9 @@ from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED, supervisor_file, tell_exit_code
 from pretraining.runtime.failures import keep_end_by_launcher
 from pretraining.runtime.metric_names import is_better, worst_value
-from pretraining.runtime.process_group import largest_over_ranks
+from pretraining.runtime.process_group import from_rank_0, largest_over_ranks
 from pretraining.runtime.processes import STARTED, SignalListener, launch_details, starts_again_after_a_signal
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import RunFolder, first_step, read_events
 from pretraining.training.ranks import launcher_is_gone, sibling_is_gone, started_by_deepspeed
 
 NOT_ASKED, LAUNCHER_GONE, STOP_FILE, SUPERVISOR, TIME_LIMIT, A_SIGNAL = 0, 1, 2, 3, 4, 64
@@ -121,7 +121,8 @@ class EarlyStopping(TrainerCallback):
     """Stop early by the rule of transformers' own callback, but from the logged validations alone.
 
     A run that was killed and started again therefore stops at the same step as an uninterrupted one. It does not go on
-    from the checkpoint at which it had stopped. The numbers are the same on every rank, and so is the decision.
+    from the checkpoint at which it had stopped. The numbers are the same on every rank, and so is the decision. A run
+    that began at another's checkpoint counts its own validations alone: its parent's rate or data were others.
 
     section: its `patience` is the number of validations in a row that are not better in `metric` than the best before
     them by more than `min_improvement`; None never stops.
@@ -129,8 +130,11 @@ class EarlyStopping(TrainerCallback):
 
     def __init__(self, run: RunFolder, section: Evaluation) -> None:
         self.run, self.section, self.metric = run, section, f"eval_{section.metric}"
+        self.first_step = 0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if self.section.patience is not None:
+            self.first_step = from_rank_0(lambda: first_step(read_events(self.run.events)))
         if self._is_over(state):
             control.should_training_stop = True
 
@@ -149,7 +153,9 @@ class EarlyStopping(TrainerCallback):
 
     def _values(self, state) -> dict[int, float]:
         """Return {step: value} of the validations so far, in order. A repeated one counts once."""
-        return {row["step"]: row[self.metric] for row in state.log_history if self.metric in row}
+        before = self.first_step or -1  # the validation of step 0 is the run's own
+        rows = (row for row in state.log_history if self.metric in row and row["step"] > before)
+        return {row["step"]: row[self.metric] for row in rows}
 
     def _is_over(self, state) -> bool:
         if self.section.patience is None:

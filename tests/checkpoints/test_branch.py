@@ -207,6 +207,22 @@ def test_stages_of_a_mixture_stay_where_they_were(tmp_path, capsys):
     assert found == [quarter, None] and quarter < after.num_tokens < 3 * quarter
 
 
+def test_points_of_decay_and_momentum_stay_where_they_were(tmp_path, capsys):
+    """A share, or the end, of the earlier run is a step now. Points of the stage's own are those of the new run."""
+    decay, momentum = [[0, 0.2], [0.5, 0.1], ["end", 0.0, "cosine"]], [[0, 0.85], [300, 0.95]]
+    groups = [{"kind": "hidden", "weight_decay": decay, "momentum": momentum}]
+    groups += [{"kind": "embedding", "weight_decay": decay}]
+    run = checkpoint_of(tmp_path, 800, *STABLE, f"optimizer.groups={json.dumps(groups)}")
+    own = 'optimizer.groups.1.weight_decay=[["end", 0.3]]'
+    words = ["branch", str(run), "--decay", "linear", "--steps", "10"]
+    said = refusal(main, [*words, "--set", own, "--set", "budget.tokens_per_step=4096"])
+    assert said.startswith("optimizer.groups.0.weight_decay: its points count steps of the earlier size")
+    told = branched(run, *words[2:], "--set", own, capsys=capsys)
+    first, second = load_recipe(str(Path(told["run"]) / "recipe.json")).optimizer.groups
+    assert first.weight_decay == [[0, 0.2], [500, 0.1], [1000, 0.0, "cosine"]]
+    assert first.momentum == momentum and second.weight_decay == [["end", 0.3]]
+
+
 DECAYS = (
     "training.lr_scheduler_type=warmup_stable_decay",
     'training.lr_scheduler_kwargs={"num_decay_steps": 500}',

@@ -33,13 +33,14 @@ from pretraining.checkpoints.remote import RemoteRun, fetching_bar
 from pretraining.checkpoints.resume import changes_in
 from pretraining.checkpoints.retention import Retention
 from pretraining.checkpoints.shard_files import rank_file, write_rank_file
-from pretraining.checkpoints.upload import Uploader
+from pretraining.checkpoints.upload import Uploader, send_export
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.recipe import load_recipe
-from pretraining.recipe.sections import Checkpoints
+from pretraining.recipe.sections import Checkpoints, Notify
 from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.journal import Journal, Rollback
+from pretraining.runtime.notices import notices
 from pretraining.runtime.run_folder import RunFolder, step_in_name, utc_now
 from tests.gear.finished_data import refusal
 from tests.gear.object_store import (
@@ -229,6 +230,8 @@ def test_what_a_rollback_left_behind_is_not_fetched(run, tmp_path):
     got = fetched(tmp_path / "empty", mounted)
     assert [path.name for path in got.path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert Journal.read(got.journal) == journal
+    # nor is it in the way of a start that goes on from a PATH
+    assert choose_checkpoint(run, str(folders[0]), mounted).folder == folders[0]
     shutil.rmtree(folders[1])
     send(run, mounted, commit(run, 6, rollbacks=1))
     late = fetched(tmp_path / "before", mounted, newest_here=4)  # its own journal is older
@@ -590,6 +593,23 @@ def test_credentials_reach_no_file_no_event_no_message(run, tmp_path, monkeypatc
     said = "".join(capsys.readouterr())
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert secret not in said and secret.encode() not in written and secret[::-1].encode() not in written
+
+
+def test_an_export_that_does_not_arrive_is_told(run, tmp_path, monkeypatch, capsys):
+    """A line, an event, and an alert to whoever asked for them: the run itself goes to its end."""
+    remote = RemoteRun(UPLOAD, NAME)
+
+    def refuse(*_) -> None:
+        raise UserError("the store is full")
+
+    monkeypatch.setattr(remote, "write_file", refuse)
+    run.export.mkdir()
+    (run.export / "config.json").write_text("{}")
+    with notices(run, NAME, Notify(on=["alert"], command=f"cat > {tmp_path / 'notice.json'}")):
+        send_export(run, remote)
+    assert capsys.readouterr().err == "checkpoints: the export's upload failed: the store is full\n"
+    assert events(run)[0] == "export_upload_failed"
+    assert json.loads((tmp_path / "notice.json").read_text())["details"]["reason"] == "the store is full"
 
 
 @pytest.mark.parametrize("slip", ["s3//bucket/runs", "s3:/bucket", "gcs:bucket/x", "HTTPS//store/x"])

@@ -392,6 +392,13 @@ KEEPING = {
     "offload": (GPT2, (), "zero2_offload", H200_MEMORY, "--deepspeed zero2"),
     "tight": (GPT2, (), None, {"gpu_memory_bytes": 41e9}, "activation_checkpointing=true"),
     "needless": (GPT2, AGAIN, None, H200_MEMORY, "activation_checkpointing=false"),
+    "too few checkpoints for a rollback": (
+        DENSE,
+        ("monitors.spikes.policy=rollback", "checkpoints.keep_last=1"),
+        None,
+        H200_MEMORY,
+        "keep_last 1 .* none as old as .*skip_steps.*keep_last=2",
+    ),
     "small buckets": (DENSE, (), "zero3", H200_MEMORY, "reduce_bucket_size"),
     # under autocast weights of experts stay fp32, which torch multiplies one after another; in bf16 all at once
     "experts alone": ("moe-1.5b", (), "null", H200_MEMORY, "experts in fp32.* zero1"),

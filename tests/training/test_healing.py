@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pretraining.checkpoints.resume import refuse_lost_rollbacks
-from pretraining.errors import UserError
+from pretraining.checkpoints.format import Start
+from pretraining.checkpoints.resume import refuse_lost_rollbacks, roll_back
+from pretraining.errors import GaveUp, UserError
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.journal import Journal
+from pretraining.runtime.run_folder import RunFolder
 from pretraining.training.monitors import SettledCollector
 from pretraining.training.trainer import PretrainingTrainer
 from tests.gear.poisoned import (
@@ -25,6 +27,7 @@ from tests.gear.poisoned import (
     losses,
 )
 from tests.gear.runs import Run, committed, completed, contents, execute, made_once, start_and_kill
+from tests.gear.small_checkpoints import identity_of, save
 from tests.training.test_curve import largest_difference
 
 WINDOW = (FIRST_NOISY - 4) * SAMPLES_PER_STEP, (FIRST_NOISY + 2) * SAMPLES_PER_STEP
@@ -145,6 +148,58 @@ def test_no_rollback_left_ends_with_its_own_code_and_one_line(poisoned, tmp_path
     assert finished.stderr.splitlines()[-1].startswith("error: ") and "gave up" in finished.stderr
     assert contents(output / "checkpoint-40") == before
     assert events(Run(output), "gave_up")[0]["step"] == FIRST_NOISY
+
+
+ROLLBACKS = {
+    "as old as asked for": ((40, 48, 50), None, 53, 48, 49),
+    "nearer, as none is older": ((50, 52), None, 53, 50, 50),
+    "nothing was saved yet": ((), None, 6, 0, 2),
+    "at the beginning": ((4,), None, 6, 4, 4),
+    "to where it began": ((40,), 50, 53, "checkpoint-50", 50),
+    "above where it began": ((40, 51), 50, 56, 51, 52),
+    "saved at the spike": ((53,), None, 53, None, None),
+    "began at the spike": ((40,), 53, 53, None, None),
+}
+"""Saved steps, where the run began elsewhere, the spike; the step to go back to, and the first one without samples."""
+
+
+@pytest.mark.parametrize("saved, began, spike, target, first", ROLLBACKS.values(), ids=ROLLBACKS)
+def test_no_rollback_goes_below_what_there_is(tmp_path, capsys, saved, began, spike, target, first):
+    """Promise: nothing committed is lost. To the beginning only if nothing was saved; samples trained on stay."""
+    settings = ("monitors.spikes.policy=rollback", "monitors.spikes.skip_steps=3")
+    run, identity = RunFolder(tmp_path / "run"), identity_of(*settings)
+    run.path.mkdir()
+    for step in saved:
+        save(run, step, identity=identity)
+    start = Start.at(save(RunFolder(tmp_path / "other"), began, identity=identity)) if began else Start()
+    recipe, whole = identity.recipe, contents(run.path)
+    if target is None:
+        with pytest.raises(GaveUp, match="a spike; no whole checkpoint from before it is left"):
+            roll_back(run, start, recipe, spike, "a spike")
+        assert not run.journal.exists() and {*contents(run.path)} == {*whole, "events.jsonl"}
+        return
+    resume = roll_back(run, start, recipe, spike, "a spike")
+    is_other = isinstance(target, str)
+    assert resume == (str(tmp_path / "other" / target) if is_other else "auto")
+    (rollback,) = Journal.read(run.journal).rollbacks
+    assert rollback.to_step == (began if is_other else target)
+    unit = recipe.tokens_per_step // recipe.sequence_length
+    assert rollback.samples == (first * unit, (spike + 2) * unit)
+    assert ("nearer than" in capsys.readouterr().out) == (rollback.to_step > spike - 4)
+
+
+def test_a_run_begun_elsewhere_is_rolled_back_to_there(poisoned, tmp_path):
+    """Also if a launcher has started it again: `--resume` as typed, and the checkpoint it began with."""
+    begun_at = poisoned.run().dir.checkpoint(40)
+    settings = ("monitors.spikes.skip_steps=20", "training.save_steps=60")
+    more = ("--resume", begun_at)
+    command = poisoned.command(tmp_path / "run", "null", 1, "plain", settings, more)
+    launch = {"PRETRAINING_SUPERVISOR": str(tmp_path), "PRETRAINING_RESTART": "1"}
+    run = Run(tmp_path / "run", completed(command, **launch))
+    (rollback,) = events(run, "rollback")
+    assert rollback["to_step"] == 40 and not events(run, "start")
+    assert [event["step"] for event in events(run, "resume")] == [40, 40]
+    assert [row["step"] for row in run.training_rows] == [*range(41, STEPS + 1)]
 
 
 @pytest.fixture(scope="session")

@@ -24,10 +24,11 @@ import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from pretraining.recipe import load_recipe
+from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.metric_names import is_better
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.training.stopping import best_step, validations_without_gain
+from pretraining.training.stopping import EarlyStopping, best_step, validations_without_gain
 from tests.gear.runs import (
     REPOSITORY,
     SMALL_RECIPE,
@@ -311,6 +312,24 @@ def test_the_best_step_is_the_first_of_the_best():
     assert best_step({5: 2.0, 10: 1.0, 15: 1.0}, "loss") == 10
     assert best_step({5: math.nan, 10: 0.2, 15: 0.3}, "arc/acc") == 15
     assert not is_better("loss", math.nan, 1.0) and is_better("bits_per_byte", 1.0, 2.0)
+
+
+def test_a_branch_counts_its_own_validations(tmp_path):
+    """Its parent had stopped at step 4: the branch begins, and is judged from its own first validation on."""
+    run, control = RunFolder(tmp_path), SimpleNamespace(should_training_stop=False, should_save=False)
+    run.add_event("branch", step=4)
+    run.add_event("resume", step=4, checkpoint="checkpoint-4")
+    rows = [{"step": step, "eval_loss": loss} for step, loss in ((2, 5.0), (4, 5.0), (6, 7.0), (8, 7.0))]
+    state = SimpleNamespace(log_history=rows[:2], global_step=4, max_steps=10, is_world_process_zero=True)
+    callback = EarlyStopping(run, Evaluation(patience=1))
+    callback.on_train_begin(None, state, control)
+    assert not control.should_training_stop
+    for count, is_over in ((3, False), (4, True)):
+        state.log_history, state.global_step = rows[:count], rows[count - 1]["step"]
+        callback.on_evaluate(None, state, control)
+        assert control.should_training_stop == is_over
+    told = run.last_event("early_stop")
+    assert (told["step"], told["best_step"], told["best"]) == (8, 6, 7.0)
 
 
 def test_a_run_without_gain_ends_in_order(workshop):
