@@ -254,7 +254,11 @@ def test_every_recipe_can_be_tried_on_few_tokens(name):
     ranks = small.samples_per_step
     fitted = load_recipe(name, limit_tokens=limit, world_size=ranks)
     assert accumulation_steps(fitted, ranks) >= 1
-    assert curve_parts(fitted.to_dict()) == curve_parts(small.to_dict())
+    ours, theirs = curve_parts(fitted.to_dict()), curve_parts(small.to_dict())
+    # so many ranks have a smaller micro-batch, within which experts are balanced
+    for parts in (ours, theirs):
+        parts.pop("training.per_device_train_batch_size", None)
+    assert ours == theirs
     # The rest of it is the recipe's; a limit above the budget changes nothing.
     assert (small.model, small.optimizer, small.loss) == (whole.model, whole.optimizer, whole.loss)
     assert load_recipe(name, limit_tokens=10**15) == whole
