@@ -52,6 +52,8 @@ class Condition(Section):
             value = row
             for name in self.field.split("."):
                 value = value.get(name) if isinstance(value, dict) else None
+        # as a recipe writes numbers: Parquet has decimals too
+        value = float(value) if isinstance(value, Decimal) else value
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return (
             value is not None

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from decimal import Decimal
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
@@ -115,8 +116,10 @@ KEPT = {
 def test_rows_are_read_by_what_their_fields_say(tmp_path, conditions, kept):
     """Of JSON lines and of tables, and counted; what a table lacks is one line, a row without it is left out."""
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    decimals = [{**row, "score": Decimal(str(row["score"]))} for row in ROWS]
+    pq.write_table(pa.Table.from_pylist(decimals), tmp_path / "decimals.parquet")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, {"text": "none"}]))
-    for name, lacking in (("rows.parquet", 0), ("rows.jsonl", 1)):
+    for name, lacking in (("rows.parquet", 0), ("decimals.parquet", 0), ("rows.jsonl", 1)):
         source = open_source(Source.of({"path": str(tmp_path / name), "keep": conditions}))
         skipped: dict = {}
         (batch,) = read_batches(0, source.documents(), skipped, skip_undecodable=False)
