@@ -227,7 +227,7 @@ POWERS = {"k": 3, "m": 6, "b": 9, "t": 12}
 
 
 def _quote_hint(value: Any, names: list[str]) -> str:
-    """Return what to write instead, if only the quotes are wrong."""
+    """Return what to write instead, if only the quotes are wrong, or a count ends in a letter."""
     if not isinstance(value, str):
         scalar = isinstance(value, int | float) and "string" in names
         return f'; write "{value}" with quotes' if scalar else ""

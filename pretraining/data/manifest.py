@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pretraining.data.checksums import checksum_of, checksum_of_file
 from pretraining.data.publishing import kept_beside
-from pretraining.data.tokenizer import checksums_of, describe_tokenizer, local_fingerprint
+from pretraining.data.tokenizer import describe_tokenizer, local_checksums
 from pretraining.errors import UserError
 from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, object_of, parse_json, read_bytes
 from pretraining.recipe import recipe_schema
@@ -139,15 +139,13 @@ def data_differences(manifest: dict, data: dict, fingerprints: list[dict] | None
 def tokenizer_difference(manifest: dict, data: dict) -> str | None:
     """Report if the folder that `data.tokenizer` names holds another tokenizer than the data was made with."""
     named, made = data["tokenizer"], manifest["tokenizer"]
-    fingerprint = local_fingerprint(named)
-    # None: a hub name or a trained tokenizer has no local file to compare.
-    if fingerprint is None:
+    # none: a hub name or a trained tokenizer has no local file to compare
+    if not (files := local_checksums(named)):
         return None
-    if fingerprint != made["fingerprint"]:
+    if files["tokenizer.json"] != made["fingerprint"]:
         return f"data.tokenizer: {named} holds another one than the data was made with"
-    folder = Path(named).expanduser()
     # `tokenizers` is imported only if a file has changed.
-    here = made if checksums_of(folder) == made.get("files") else vars(describe_tokenizer(folder, named))
+    here = made if files == made.get("files") else vars(describe_tokenizer(Path(named).expanduser(), named))
     # BOS is in the tokens only if it is asked for.
     for key in ("eos_token_id", *(["bos_token_id"] if "bos" in data.get("borders", "eos") else [])):
         if here.get(key) != made.get(key, here.get(key)):

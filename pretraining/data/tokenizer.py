@@ -63,9 +63,14 @@ class Borders(NamedTuple):
 
 def local_fingerprint(spec: str | dict) -> str | None:
     """Compute the fingerprint of the tokenizer.json in a local folder; None for a hub name or a trained tokenizer."""
+    return local_checksums(spec).get("tokenizer.json")
+
+
+def local_checksums(spec: str | dict) -> dict[str, str]:
+    """Compute those of a local folder's files (`checksums_of`); {} for a hub name or a trained tokenizer."""
     if isinstance(spec, str) and (Path(spec).expanduser() / "tokenizer.json").is_file():
-        return checksums_of(Path(spec).expanduser())["tokenizer.json"]
-    return None
+        return checksums_of(Path(spec).expanduser())
+    return {}
 
 
 def checksums_of(folder: Path) -> dict[str, str]:

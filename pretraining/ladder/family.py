@@ -33,7 +33,7 @@ from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import own_key, value_of
 from pretraining.recipe.optimizer import FAMILIES, RULES
-from pretraining.recipe.piecewise import shrunk
+from pretraining.recipe.piecewise import shrink_points
 from pretraining.recipe.refusals import checked_ds_config
 from pretraining.recipe.training import DECAYING
 from pretraining.runtime.durable_files import read_rows, write_json
@@ -264,9 +264,7 @@ def _member(
     falls = max(1, round(first * falling / (1 - falling)))
     warm_up = max(LEAST_WARM_UP, target.warmup_steps(target.num_steps) / target.num_steps)
     unit = samples * target.sequence_length
-    for group in values["optimizer"]["groups"]:
-        for name in {"weight_decay", "momentum"} & group.keys():
-            group[name] = shrunk(group[name], (first + falls) * doublings / target.num_steps)
+    shrink_points(values["optimizer"]["groups"], (first + falls) * doublings / target.num_steps)
     for section, keys in QUIET.items():
         values[section] |= keys
     values["budget"] |= {"tokens": (first + falls) * doublings * unit, "tokens_per_step": unit}

@@ -110,8 +110,7 @@ def _parts_of_some(recipe: dict) -> dict:
     """The keys of `SOMETIMES`, and `SPIKES`, of a run whose curve depends on them."""
     training, parts = Training(recipe["training"]), {}
     if training.lr_scheduler_type in BY_METRIC:
-        # the Trainer takes `logging_steps` if `eval_steps` is left out
-        parts["training.eval_steps"] = training.eval_steps or training.logging_steps
+        parts["training.eval_steps"] = training.validated_every
         parts["training.eval_delay"] = training.eval_delay
         most = recipe.get("evaluation", {}).get("max_validation_tokens")
         parts["evaluation.max_validation_tokens"] = most

@@ -17,7 +17,7 @@ from pretraining.outside.addresses import refuse_credentials
 from pretraining.recipe.budget import check_multiple
 from pretraining.recipe.data import shares_are_written
 from pretraining.recipe.model import checked_model, known_types, read_config, refuse_names_of_others
-from pretraining.recipe.piecewise import shrunk
+from pretraining.recipe.piecewise import shrink_points
 from pretraining.recipe.published import read_published, with_origin
 from pretraining.recipe.recipe import KEYWORDS, RECIPES, SECTIONS, Recipe, where_of
 from pretraining.recipe.section import schema_file
@@ -391,9 +391,7 @@ def _limited(values: dict, recipe: Recipe, tokens: int, written: set[str], ranks
     for place, key in in_steps:
         if key in place:
             place[key] = max(1, int(place[key] * share))
-    for place in (keywords, *(changed.get("optimizer") or {}).get("groups", ())):
-        for key in {"points", "weight_decay", "momentum"} & place.keys():
-            place[key] = shrunk(place[key], share)
+    shrink_points((keywords, *(changed.get("optimizer") or {}).get("groups", ())), share)
     if "training.per_device_train_batch_size" not in written:
         samples = step // recipe.sequence_length
         # Ranks that do not divide the step are refused later, with what would divide it.

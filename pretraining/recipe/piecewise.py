@@ -7,6 +7,7 @@ holds before the first point and after the last one; two points at one place are
 
 import json
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -69,3 +70,10 @@ def shrunk(value: float | Points, share: float) -> float | Points:
         return value
     moved = [place if place == END or place < 1 else max(1.0, place * share) for place, *_ in value]
     return [[place, *point[1:]] for place, point in zip(moved, value, strict=True)]
+
+
+def shrink_points(places: Iterable[dict], share: float) -> None:
+    """Move all points in keywords of a schedule, or rows of `optimizer.groups`, as `shrunk` does."""
+    for place in places:
+        for key in {"points", "weight_decay", "momentum"} & place.keys():
+            place[key] = shrunk(place[key], share)

@@ -212,7 +212,7 @@ class Recipe:
 
     def warmup_steps(self, num_steps: float) -> int:
         """Full steps of rising rate in a run of `num_steps`."""
-        return self.training_keywords.warmup_in(num_steps)
+        return steps_of(self.training_keywords.warmup_steps, num_steps)
 
     def decay_start(self, num_steps: float) -> float | None:
         """Full steps before the rate falls in a run of `num_steps`; None if not by `warmup_stable_decay`."""
@@ -297,9 +297,9 @@ class Recipe:
     def _check_judgement(self, metrics: Sequence[str]) -> Wrong:
         """What is judged is measured, when it is judged. metrics: those of extensions."""
         evaluation, training, keep_best = self.evaluation, self.training, self.checkpoints.keep_best
-        # the Trainer takes `logging_steps` if `eval_steps` is left out
-        cadences = training.save_steps, training.eval_steps or training.logging_steps
-        save, evaluate = (steps_of(each, self.num_steps) for each in cadences)
+        save, evaluate = (
+            steps_of(each, self.num_steps) for each in (training.save_steps, training.validated_every)
+        )
         # a save between two validations has no loss of its own step
         is_validated = training.save_strategy == training.eval_strategy == "steps" and not save % evaluate
         if keep_best and not is_validated:

@@ -266,9 +266,10 @@ class Training(dict):
             keywords["lr_scheduler_kwargs"] = {**given, "num_decay_steps": tokens // budget.tokens_per_step}
         return keywords
 
-    def warmup_in(self, num_steps: float) -> int:
-        """Steps of warm-up in a run of `num_steps`: `warmup_steps` may be a share of it."""
-        return steps_of(self.warmup_steps, num_steps)
+    @property
+    def validated_every(self) -> float:
+        """Steps, or a share of the run below 1: the Trainer takes `logging_steps` if `eval_steps` is left out."""
+        return self.eval_steps or self.logging_steps
 
     @property
     def recomputed_one_in(self) -> int:
@@ -382,7 +383,7 @@ def check_schedule(
         yield key, f"is missing: {DECAYING} needs the number of its last steps, or budget.decay_tokens"
     full_steps = num_steps if training == in_steps else budget.tokens // budget.tokens_per_step
     decay, stable = keywords["num_decay_steps"], keywords.get("num_stable_steps", 0)
-    warmup = in_steps.warmup_in(full_steps)
+    warmup = steps_of(in_steps.warmup_steps, full_steps)
     if warmup + stable + decay > full_steps:
         parts = f"{warmup} steps of warm-up" + f", {stable} stable" * bool(stable)
         what = f"is {decay} steps; with {parts} that is more than the run's {full_steps} steps: shorten them"

@@ -89,15 +89,12 @@ class RunFolder:
     def exported(self) -> Path:
         """Return the folder of the exported model; `UserError` if there is none."""
         if not (self.export / "config.json").is_file():
-            run, step = (
-                (self.path.parent, step_in_name(self.path))
-                if (self.path / MARKER).exists()
-                else (self.path, "N")
-            )
-            remedy = f"of a checkpoint: python -m pretraining.checkpoints export {run} --step {step}"
-            raise UserError(
-                f"{self.export}: no exported model there; train.py writes it at its end, and {remedy}"
-            )
+            run, step = self.path, "N"
+            if (run / MARKER).exists():  # a checkpoint was named
+                run, step = run.parent, step_in_name(run)
+            what = "no exported model there; train.py writes it at its end, and of a checkpoint"
+            remedy = f"python -m pretraining.checkpoints export {run} --step {step}"
+            raise UserError(f"{self.export}: {what}: {remedy}")
         return self.export
 
     def rank_log(self, rank: int) -> Path:
