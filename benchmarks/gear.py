@@ -528,10 +528,7 @@ def train_blocks(options: argparse.Namespace, block_steps: int, blocks: int, cal
     shutil.rmtree(output, ignore_errors=True)
     values = {
         **shape.overrides,
-        "data.name": "python-stdlib",
-        "data.sources": tiny["data"]["sources"],
-        "data.tokenizer": tiny["data"]["tokenizer"],
-        "data.validation_share": tiny["data"]["validation_share"],
+        **{f"data.{key}": value for key, value in tiny["data"].items()},
         "budget.tokens_per_step": per_step,
         "budget.tokens": per_step * num_steps,
         "training.per_device_train_batch_size": options.micro_batch,

@@ -153,6 +153,7 @@ def peaks(options: argparse.Namespace, name: str, every_n_layers: int):
     trainer.train()
     peak = torch.tensor(torch.cuda.max_memory_allocated(), device="cuda")
     torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+    trainer.release()  # the next case begins with an empty GPU
     words = {
         "recipe": name,
         "deepspeed": recipe.deepspeed,
