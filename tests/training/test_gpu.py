@@ -171,6 +171,7 @@ def test_steps_that_are_not_logged_compute_with_the_weights_of_their_step(worksh
     (stage := tmp_path / "zero3.json").write_text(json.dumps(config))
     shape = (f"model.{key}={value}" for key, value in WIDE.items())
     settings = (*EXACT, *shape, "training.logging_steps=1000", "training.learning_rate=0.001")
+    settings += ("training.save_strategy=no",)
     ended = []
     for folder, variables in (("behind", {}), ("waiting", {"CUDA_LAUNCH_BLOCKING": "1"})):
         run = on_two_ranks(workshop, tmp_path / folder, str(stage), settings, **variables)
@@ -239,6 +240,7 @@ PINNED = """
 from pretraining.runtime.imports import _pin_what_is_asked_for
 _pin_what_is_asked_for()
 import torch
+torch.cuda.init()  # before it there are no statistics
 held = torch.empty(65 * 2**20, dtype=torch.uint8, pin_memory=True)
 taken = torch.cuda.host_memory_stats()["allocated_bytes.current"]
 del held
