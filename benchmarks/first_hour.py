@@ -119,7 +119,6 @@ def pieces_of(options: argparse.Namespace, gpus: int) -> list[Piece]:
             "not_logged",
             "ZeRO-3, steps that are not logged, against CUDA_LAUNCH_BLOCKING=1",
             (*pytest, *tests, "-k", not_logged),
-            gpus=2,
         ),
         Piece("tests", "kernels, precisions, offload, resume", (*pytest, *tests, "-k", f"not {not_logged}")),
         Piece(
