@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from tests.gear.runs import Started, forked_programs, free_port
 from tests.pipeline.test_pipeline import SHORT, Place, forked
 from tests.reporting.test_reporting import embedded
 
+# What its rich logger says at any later garbage collection would stand in the stdout of another test.
+os.environ["FLYTE_SDK_RICH_TRACEBACKS"] = "0"
 flytekit = pytest.importorskip("flytekit", reason="flytekit is not installed (requirements-flows.txt)")
 
 WAITS = """
