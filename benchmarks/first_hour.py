@@ -30,8 +30,6 @@ class Piece(NamedTuple):
     name: str
     shows: str
     words: tuple[str, ...]
-    gpus: int = 1
-    """Fewest that it needs; 0: a CPU too."""
 
 
 def main() -> int:
@@ -66,9 +64,6 @@ def main() -> int:
         if options.list or state is not None:
             failed |= state is not None and state["code"] != 0
             print(f"{head}: {words_of(state)}", flush=True)
-            continue
-        if piece.gpus > gpus and not options.small:
-            print(f"{head}: left out, needs {piece.gpus} GPUs", flush=True)
             continue
         if time.monotonic() - began > 60 * options.minutes:
             print(
@@ -128,7 +123,7 @@ def pieces_of(options: argparse.Namespace, gpus: int) -> list[Piece]:
         ),
     ]
     text = "the text of the steps below"
-    found.append(Piece("text", text, (python, "data_prep.py", "--recipe", "features/gpt2"), gpus=0))
+    found.append(Piece("text", text, (python, "data_prep.py", "--recipe", "features/gpt2")))
     for shape, words in steps.items():
         what = f"a step of {shape} beside a plain loop of PyTorch on the same tokens"
         found.append(Piece(f"step_{shape}", what, (python, "benchmarks/train_step.py", *words, *keep)))
@@ -136,7 +131,7 @@ def pieces_of(options: argparse.Namespace, gpus: int) -> list[Piece]:
     found.append(Piece("memory", "peak memory beside the plan", peak_words))
     data = ("--data_dir", str(options.folder / "data"))
     prepare = (python, "data_prep.py", "--recipe", recipe, *data, *limit)
-    found.append(Piece("data", f"the text of {recipe}, as far as its short runs need it", prepare, gpus=0))
+    found.append(Piece("data", f"the text of {recipe}, as far as its short runs need it", prepare))
     for stage in STAGES:
         run_folder = ("--output_dir", str(options.folder / stage))
         given = ("--recipe", recipe, "--deepspeed", stage, *data, *run_folder, *limit)
