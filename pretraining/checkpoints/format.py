@@ -24,6 +24,7 @@ from typing import Any
 
 import xxhash
 
+from pretraining.data.checksums import checksum_of
 from pretraining.errors import UserError
 from pretraining.outside.files import (
     CHECKSUM,
@@ -234,7 +235,7 @@ def parse_marker(raw: bytes, folder: Path | str) -> dict:
 
 
 def _with_checksum(body: bytes) -> bytes:
-    return body + _SEAL + f'"xxh128:{xxhash.xxh128(body).hexdigest()}"\n}}\n'.encode()
+    return body + _SEAL + f'"{checksum_of(body)}"\n}}\n'.encode()
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ class Identity:
             "host": socket.gethostname(),  # of rank 0
             "saved": utc_now(),
             "metrics": metrics_at(step, log_history),
-            "recipe_fingerprint": f"xxh128:{xxhash.xxh128(curve).hexdigest()}",
+            "recipe_fingerprint": checksum_of(curve),
             "data": described_data(self.recipe, self.manifest),
             "changes": list(self.start.changes),
             "rollbacks": len(self.start.journal.rollbacks),  # a later rollback leaves this checkpoint behind

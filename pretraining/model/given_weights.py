@@ -18,6 +18,7 @@ import torch
 import xxhash
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from pretraining.data.checksums import checksum_of
 from pretraining.errors import UserError, nearest, reason_of
 from pretraining.extend import load_pretrained
 from pretraining.model.counting import build_on_meta
@@ -168,7 +169,7 @@ class GivenWeights:
         found = {name: value for part in gather_from_ranks(own) for name, value in part.items()}
         self.files.release()
         lines = [f"{name} {entries[name].dtype} {list(entries[name].shape)} {found[name]}" for name in names]
-        return f"xxh128:{xxhash.xxh128('|'.join(lines).encode()).hexdigest()}"
+        return checksum_of("|".join(lines).encode())
 
 
 def open_given(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GivenWeights | None:
