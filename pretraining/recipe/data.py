@@ -1,6 +1,6 @@
 """The recipe's mixture: what its sources are called, and the shares that their weights give each stage of the run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
 from pathlib import PurePosixPath
@@ -332,6 +332,19 @@ class Data(Section):
         represents_all = len(held_out + own) > 1 and set(training) <= set(held_out or own)
         return [*held_out, *own, *(["mixture"] if is_mixed(self) and represents_all else [])]
 
+    def unread(self, at: str) -> Iterable[str]:
+        yield from super().unread(at)
+        stages = (self.mixture and self.mixture.stages) or []
+        if stages and all(stage.weights for stage in stages) and any(each.weight for each in self.sources):
+            yield f"{at}.sources: their weights do nothing, since every stage of {at}.mixture has its own"
+        if self.validation and self.validation.filters and not self.filters:
+            yield f"{at}.validation.filters: does nothing without {at}.filters"
+        for number, rule in enumerate(self.filters):
+            named = {*(rule.get("sources") or ())}
+            if named and not named & {*self.source_names} and not self.validation.filters:
+                only = "is for sources of validation alone"
+                yield f"{at}.filters.{number}: {only}, and does nothing without {at}.validation.filters"
+
     def check_together(self, at: str) -> Wrong:
         """Sources that can be read, one order, special tokens that differ, and named texts to validate on."""
         for place, source in self.text_origins:
@@ -340,11 +353,13 @@ class Data(Section):
             for name in ("config", "split", "revision"):
                 if source.dataset is None and getattr(source, name) != getattr(type(source), name):
                     yield f"{place}.{name}", "goes with dataset, whose text it chooses; leave it out"
-            if source.keep is not None and (source.path is None) == (source.dataset is None):
-                yield f"{place}.keep", "asks for fields, and this text has none; leave it out"
-            elif source.keep is not None and source.format is not None:
-                what = f"asks for fields, and {source.format} have none; leave one of the two out"
-                yield f"{place}.keep", what
+            of_rows = {"keep": source.keep is not None, "text_column": source.text_column != "text"}
+            for name in filter(of_rows.get, of_rows):
+                if source.path is None and source.dataset is None:
+                    yield f"{place}.{name}", "asks for fields, and this text has none; leave it out"
+                elif source.format is not None:
+                    what = f"asks for fields, and {source.format} have none; leave one of the two out"
+                    yield f"{place}.{name}", what
         named = {source.called for _, source in self.text_origins}
         for number, rule in enumerate(self.filters):
             for name in rule.get("sources") or ():

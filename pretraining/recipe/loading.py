@@ -148,7 +148,7 @@ def recipe_of(
     recipe.check()
     refuse_credentials(values, recipe.where)
     place_keys((*SECTIONS, *KEYWORDS), recipe.where)
-    notes += recipe.budget.rounded(values["budget"]) + recipe.optimizer.unread() + recipe.training.unread()
+    notes += [*recipe.budget.rounded(values["budget"]), *recipe.unread()]
     return replace(recipe, notes=tuple(f"{display_path(path)}: {note}" for note in notes))
 
 
@@ -248,6 +248,9 @@ def _read(path: Path) -> dict:
         extends = extends and not (key == "model" and value.keys() & {"model_type", "from"})
         # another run: what the base's reached is not its result
         extends = extends and key != "published"
+        if key == "model" and extends and "initial_weights" in value:
+            # none of them is left to draw
+            inherited = {name: inherited[name] for name in inherited if name != "draw"}
         merged[key] = {**inherited, **value} if extends else value
     return merged
 

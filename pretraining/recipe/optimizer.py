@@ -11,7 +11,7 @@ as large, with c times the rate, a c-th of the decay and of the epsilon, makes t
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
@@ -101,7 +101,7 @@ class InitialRow(SomeParameters):
         return self.std / divisors.get(self.over or "", 1.0)
 
 
-OF_MUON = ("momentum", "nesterov", "polynomial", "neuron_beta2", "per_head", "newton_schulz_steps", "scale")
+MUON = ("name=muon",)
 _TRIPLE = {"type": "array", "minItems": 3, "items": {"type": "number"}}
 _TRIPLES = {"type": "array", "items": _TRIPLE, "minItems": 1}
 _POLYNOMIALS = {"anyOf": [{"enum": ["steep", "converging", "polar_express"]}, _TRIPLES]}
@@ -123,20 +123,20 @@ class Optimizer(Section):
     groups: list[ParameterRow] = key(default=[])
     """Rates, decay, betas and epsilon of some parameters, in place of those of training. Of several rows that match a
     parameter the last one counts, value by value."""
-    momentum: float = key(default=0.95, minimum=0, exclusiveMaximum=1)
+    momentum: float = key(default=0.95, only_with=MUON, minimum=0, exclusiveMaximum=1)
     """Muon's."""
-    nesterov: bool = key(default=True)
+    nesterov: bool = key(default=True, only_with=MUON)
     """Muon orthogonalises the momentum one step ahead."""
-    polynomial: str | list = key(default="steep", schema=_POLYNOMIALS)
+    polynomial: str | list = key(default="steep", only_with=MUON, schema=_POLYNOMIALS)
     """Of the orthogonalisation: steep (Jordan 2024: near 1 in 5 steps), converging (to 1 in 12), polar_express (Amsel
     et al. 2025), or the [[a, b, c], ...] of a x + b x^3 + c x^5, one a step, the last one repeated."""
-    neuron_beta2: float | None = key(default=None, minimum=0, exclusiveMaximum=1)
+    neuron_beta2: float | None = key(default=None, only_with=MUON, minimum=0, exclusiveMaximum=1)
     """NorMuon's (Li et al. 2025); null: plain Muon."""
-    per_head: bool = key(default=False)
+    per_head: bool = key(default=False, only_with=MUON)
     """Queries, keys and values are orthogonalised head by head."""
-    newton_schulz_steps: int = key(default=5, minimum=1, maximum=20)
+    newton_schulz_steps: int = key(default=5, only_with=MUON, minimum=1, maximum=20)
     """Iterations of the orthogonalisation."""
-    scale: Literal["match_adamw", "spectral"] = key(default="match_adamw")
+    scale: Literal["match_adamw", "spectral"] = key(default="match_adamw", only_with=MUON)
     """Size of Muon's update: match_adamw takes AdamW's learning rates (0.2 sqrt(max(outputs, inputs))), spectral
     Jordan's (sqrt(max(1, outputs / inputs)))."""
     clip_value: float | None = key(default=None, exclusiveMinimum=0)
@@ -146,7 +146,7 @@ class Optimizer(Section):
     average_decay: float | None = key(default=None, exclusiveMinimum=0, exclusiveMaximum=1)
     """What a step leaves of an exponential average of the weights, which is kept, saved and validated beside them, as
     eval/average_loss; null: none."""
-    average_steps: int = key(default=1, minimum=1)
+    average_steps: int = key(default=1, only_with=("average_decay",), minimum=1)
     """The average takes the weights every so many steps, with the decay of all of them."""
     qk_clip: float | None = key(default=None, exclusiveMinimum=0)
     """After each step the queries and keys of a head shrink whose largest logit in it was above this, so that it would
@@ -159,14 +159,6 @@ class Optimizer(Section):
         names = {HIDDEN: "matrix", EMBEDDING: "embedding", HEAD: "embedding", ROUTER: "embedding"}
         given = {kind: {key: getattr(self, f"{name}_{key}") for key in keys} for kind, name in names.items()}
         return [*(ParameterRow(kind=kind, **values) for kind, values in given.items()), *self.groups]
-
-    def unread(self) -> list[str]:
-        """Say of each of Muon's keys that is set without Muon that it does nothing."""
-        others = [each for each in fields(self) if each.name in OF_MUON and self.name != "muon"]
-        names = [each.name for each in others if getattr(self, each.name) != each.default]
-        return [
-            f"optimizer.{name}: is Muon's, and does nothing with optimizer.name={self.name}" for name in names
-        ]
 
     def check_course(self, num_steps: float) -> Wrong:
         """Own coefficients are three a step, and the points of the table fit into a run of `num_steps`."""

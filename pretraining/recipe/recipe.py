@@ -5,7 +5,7 @@ Below the class stands what its sections ask of each other.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,15 @@ from pretraining.extend import Extension, check_defined, defined, model_extensio
 from pretraining.recipe import sections
 from pretraining.recipe.budget import Budget, Progress, StepSizes, kept_resizes, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
-from pretraining.recipe.model import CROSSES_DOCUMENTS, Model, has_experts, own_key, why_not, why_not_apart
+from pretraining.recipe.model import (
+    CROSSES_DOCUMENTS,
+    ROUTER_COEFFICIENT,
+    Model,
+    has_experts,
+    own_key,
+    why_not,
+    why_not_apart,
+)
 from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
 from pretraining.recipe.section import RECIPES, TEXT, Section, check_folder_name, described
 from pretraining.recipe.training import DECAYING, Training, check_judged, check_schedule, steps_of
@@ -248,6 +256,23 @@ class Recipe:
     def check(self) -> None:
         """Raise `UserError` for the first value that its schema cannot judge."""
         refuse_first(self._wrong(), self.where)
+
+    def unread(self) -> Iterable[str]:
+        """Yield a note for each value that changes nothing, for want of another key or by the kind of model."""
+        for name in SECTIONS:
+            yield from getattr(self, name).unread(name)
+        yield from self.training.unread()
+        reason = "" if has_experts(self.model) else "the model has no experts"
+        if not reason and ROUTER_COEFFICIENT in self.model.with_defaults():
+            reason = f"model.{ROUTER_COEFFICIENT} is the weight of this type's balancing loss"
+        for name in ("balance_weight", "sequence_balance") if reason and self.loss.balance == "auto" else ():
+            if getattr(self.loss, name) != getattr(sections.Loss, name):
+                yield f"loss.{name}: does nothing: {reason}"
+        if self.weights.draw and self.weights.initial_weights:
+            yield "model.draw: does nothing: model.initial_weights has all of them"
+        is_asked = "prometheus" in self.training.report_to
+        if self.monitors.prometheus != sections.Prometheus() and not is_asked:
+            yield "monitors.prometheus: does nothing without training.report_to=prometheus"
 
     def _wrong(self) -> Wrong:
         """Fields, then sections, then what these ask of each other."""

@@ -40,7 +40,12 @@ LONGEST_NAME = 200
 
 
 def key(
-    *, default: Any = MISSING, default_factory: Any = MISSING, omitted: bool = False, **limits: Any
+    *,
+    default: Any = MISSING,
+    default_factory: Any = MISSING,
+    omitted: bool = False,
+    only_with: tuple[str, ...] = (),
+    **limits: Any,
 ) -> Any:
     """A field of a section. The text beneath it is what editors and docs/recipe_keys.md say of it.
 
@@ -48,10 +53,11 @@ def key(
         default: what the recipe means if it leaves the key out; without one the key is required.
         default_factory: the class of a section that is there, with its own defaults, if the recipe leaves it out.
         omitted: whether the key stays out of recipe.json, and of the schema's defaults, while it is None.
+        only_with: fields beside it, or `field=value`, of which one must be set for the key to change anything.
         limits: of the value, in the words of JSON Schema (minimum, minLength, ...); `schema` takes the place of
             what the annotation says.
     """
-    metadata = {"omitted": omitted, "limits": limits}
+    metadata = {"omitted": omitted, "only_with": only_with, "limits": limits}
     if isinstance(default, list | dict):  # one for each section, as dataclasses ask for
         kept, default = default, MISSING
         return field(default_factory=lambda: copy(kept), metadata=metadata)
@@ -126,6 +132,20 @@ class Section:
                     yield from section.check(where)
         yield from self.check_together(at)
 
+    def unread(self, at: str) -> Iterable[str]:
+        """Yield a note for each value, here and in sections inside, that changes nothing for want of another key."""
+        for each in fields(self):
+            value, wanted = getattr(self, each.name), each.metadata["only_with"]
+            if isinstance(value, Section):
+                yield from value.unread(f"{at}.{each.name}")
+            if wanted and value != _default_of(each) and not any(map(self._has, wanted)):
+                yield f"{at}.{each.name}: does nothing without {' or '.join(f'{at}.{name}' for name in wanted)}"
+
+    def _has(self, wanted: str) -> bool:
+        name, _, needed = wanted.partition("=")
+        value = getattr(self, name)
+        return str(value) == needed if needed else value not in (None, 0, "", [], "none")
+
     def check_together(self, at: str) -> Iterable[tuple[str, str]]:
         """Yield what the schema cannot judge: a value, or fields that do not fit each other."""
         return ()
@@ -185,6 +205,10 @@ def _field_schema(each: Field, texts: dict[str, str], described: bool) -> dict:
     elif each.default_factory is not MISSING and not isinstance(each.default_factory, type):
         schema["default"] = each.default_factory()
     return schema
+
+
+def _default_of(each: Field) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
 def _type_schema(hint: Any, described: bool) -> dict:

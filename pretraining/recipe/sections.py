@@ -115,12 +115,12 @@ class Loss(Section):
     balance: Literal["auto", "none"] = key(default="auto")
     """What keeps the experts of a mixture equally used. auto: model.router_aux_loss_coef if the type has it; a
     correction bias follows the load if its routers have one; else balance_weight. none: nothing."""
-    balance_weight: float = key(default=0.001, minimum=0)
+    balance_weight: float = key(default=0.001, only_with=("balance",), minimum=0)
     """Weight of the balancing loss (Fedus et al. 2021) of a type without router_aux_loss_coef and correction bias."""
-    bias_rate: float = key(default=0.001, minimum=0)
+    bias_rate: float = key(default=0.001, only_with=("balance",), minimum=0)
     """What a step adds to the correction bias of an expert with less than an even share of the tokens, and takes from
     one with more (Wang et al. 2024; 0.001 in DeepSeek-V3)."""
-    sequence_balance: float = key(default=0.0001, minimum=0)
+    sequence_balance: float = key(default=0.0001, only_with=("balance",), minimum=0)
     """Weight of the balancing loss over each sequence, beside a correction bias (1e-4 in DeepSeek-V3)."""
     router_z_loss: float = key(default=0.0, minimum=0)
     """The same for a mixture's routers (1e-3 in ST-MoE), a mean over tokens and layers; needs
@@ -173,6 +173,9 @@ class Speed(Section):
         return is_between and not any(is_in(layer, pattern) for pattern in self.bf16_layers)
 
 
+ROLLBACK = ("policy=rollback",)
+
+
 class Spikes(Section):
     """Losses far above their course, and streaks of steps that are not finite; judged every step on the
     mean over all ranks."""
@@ -189,14 +192,14 @@ class Spikes(Section):
     """Steps that the noise is measured on; with rule deviations the mean too, and from half of them on."""
     non_finite_streak: int = key(default=8, minimum=1)
     """So many steps in a row with a loss or gradients that are not finite count as a spike."""
-    max_rollbacks: int = key(default=3, minimum=0)
+    max_rollbacks: int = key(default=3, only_with=ROLLBACK, minimum=0)
     """Rollbacks in the whole run; then it stops with exit code 77."""
-    skip_steps: int = key(default=8, minimum=1, maximum=10000)
+    skip_steps: int = key(default=8, only_with=ROLLBACK, minimum=1, maximum=10000)
     """With rollback: the samples of so many steps before the spike, and of as many from it on, are left out; fewer
     before it if no checkpoint is that old."""
-    lr_factor: float = key(default=1.0, exclusiveMinimum=0, maximum=1)
+    lr_factor: float = key(default=1.0, only_with=("lr_steps",), exclusiveMinimum=0, maximum=1)
     """Of the learning rate in the lr_steps steps after a rollback."""
-    lr_steps: int = key(default=0, minimum=0)
+    lr_steps: int = key(default=0, only_with=ROLLBACK, minimum=0)
     """How long lr_factor holds."""
 
 
@@ -335,7 +338,7 @@ class Checkpoints(Section):
     then be validated (save_steps a multiple of eval_steps)."""
     keep_every: int | None = key(default=None, minimum=1)
     """Keep for ever the checkpoints whose step is a multiple of this."""
-    demote_to_weights: bool = key(default=False)
+    demote_to_weights: bool = key(default=False, only_with=("keep_last",))
     """Of a checkpoint that goes, keep the weights as a from_pretrained folder weights-<step>/."""
     on_full_disk: Literal["stop", "continue"] = key(default="stop")
     """When a checkpoint finds no room: end the run in one line, or train on and try again at the next save."""
@@ -346,7 +349,7 @@ class Checkpoints(Section):
     upload: str | None = key(default=None, minLength=1)
     """Where committed checkpoints also go, behind training: a folder, s3://bucket/runs, hf://..., any fsspec address;
     below it, the run's name. No credentials in it: the environment holds them."""
-    upload_mirror: bool = key(default=True)
+    upload_mirror: bool = key(default=True, only_with=("upload",))
     """Checkpoints that are removed here are removed there too."""
     time_limit_hours: float | None = key(default=None, exclusiveMinimum=0)
     """Wall-clock hours after which the run saves and stops (exit code 75); leave room for the save. null: no limit."""
@@ -370,6 +373,9 @@ class Sampling(Section):
     """The same draws each time."""
 
 
+SCORED = ("tasks", "hellaswag")
+
+
 class Evaluation(Section):
     """training.eval_steps says how often, this section on what."""
 
@@ -381,18 +387,18 @@ class Evaluation(Section):
     """What the samples continue: a text, or a list of texts."""
     sample_tokens: int = key(default=128, minimum=0)
     """Length of a sample; 0: no samples."""
-    sample_steps: int | None = key(default=None, minimum=1)
+    sample_steps: int | None = key(default=None, only_with=("sample_tokens",), minimum=1)
     """Write samples every so many steps, with a validation or without; null: after each validation."""
-    sampling: Sampling = key(default_factory=Sampling)
+    sampling: Sampling = key(default_factory=Sampling, only_with=("sample_tokens",))
     hellaswag: str | None = key(default=None, minLength=1)
     """HellaSwag's validation set: a .jsonl file, or a dataset on the hub as Rowan/hellaswag; scored with the
     validations as hellaswag/acc and hellaswag/acc_norm. null: not."""
     tasks: list[str] = key(default=[], items={"minLength": 1})
     """Tasks, tags or groups of lm-eval, YAML files of tasks, or folders of them; sets: dclm_core, olmes, or a JSON file
     of one; scored with the validations. Needs requirements-eval.txt."""
-    task_steps: int | None = key(default=None, minimum=1)
+    task_steps: int | None = key(default=None, only_with=SCORED, minimum=1)
     """Score hellaswag and tasks at the validations whose step is a multiple of this, and at the last; null: at each."""
-    task_limit: int | None = key(default=None, minimum=1)
+    task_limit: int | None = key(default=None, only_with=SCORED, minimum=1)
     """Only the first so many items of each; null: all."""
     metric: str = key(default="loss", minLength=1)
     """What patience and checkpoints.keep_best judge a validation by, with or without eval/ before it: loss,
@@ -401,7 +407,7 @@ class Evaluation(Section):
     patience: int | None = key(default=None, minimum=1)
     """Stop after so many validations in a row that are not better than the best before them; null: train to the end of
     the budget."""
-    min_improvement: float = key(default=0.0, minimum=0)
+    min_improvement: float = key(default=0.0, only_with=("patience",), minimum=0)
     """With patience: better by no more than this does not count."""
 
     def __post_init__(self) -> None:

@@ -65,6 +65,8 @@ data.sources.0.path=x.txt
     needs exactly one of builtin, path, dataset
 'data.sources=[{"path": "x.jsonl", "split": "test"}]'
     data.sources.0.split: goes with dataset, whose text it chooses
+'data.sources=[{"path": "x.txt", "format": "lines", "text_column": "body"}]'
+    data.sources.0.text_column: asks for fields, and lines have none
 'data.sources=[{"path": "x.jsonl", "keep": [{"field": "score", "at_least": 4, "at_most": 3}]}]'
     at_least: is 4, more than data.sources.0.keep.0.at_most 3: no row would be read
 data.sources.3.path=x

@@ -179,10 +179,40 @@ IDLE = {
     ("training.eval_strategy=no", "training.eval_steps=25"): ["training.eval_strategy is no"],
     ("training.eval_steps=25",): [],
     ("optimizer.momentum=0.9", "optimizer.per_head=true", "optimizer.nesterov=true"): [
-        "optimizer.momentum: is Muon's, and does nothing with optimizer.name=adamw",
+        "optimizer.momentum: does nothing without optimizer.name=muon",
         "optimizer.per_head",
     ],
     ("optimizer.momentum=0.9", "optimizer.per_head=true", "optimizer.name=muon"): [],
+    ("optimizer.average_steps=4",): ["optimizer.average_steps: does nothing without optimizer.average_decay"],
+    ("evaluation.task_limit=8",): [
+        "evaluation.task_limit: does nothing without evaluation.tasks or evaluation.hellaswag"
+    ],
+    ("evaluation.hellaswag=a.jsonl", "evaluation.task_limit=8"): [],
+    ("evaluation.sample_tokens=0", "evaluation.sampling.temperature=0"): [
+        "evaluation.sampling: does nothing without evaluation.sample_tokens"
+    ],
+    ("monitors.spikes.lr_factor=0.5", "monitors.spikes.policy=rollback"): [
+        "monitors.spikes.lr_factor: does nothing without monitors.spikes.lr_steps"
+    ],
+    ("checkpoints.upload_mirror=false", "checkpoints.keep_last=null", "checkpoints.demote_to_weights=true"): [
+        "checkpoints.demote_to_weights: does nothing without checkpoints.keep_last",
+        "checkpoints.upload_mirror: does nothing without checkpoints.upload",
+    ],
+    ("loss.balance_weight=0.1",): ["loss.balance_weight: does nothing: the model has no experts"],
+    ("monitors.prometheus.port=1",): ["monitors.prometheus: does nothing without training.report_to"],
+    ("monitors.prometheus.port=1", "training.report_to=prometheus"): [],
+    ('model.draw=[{"kind":"head","std":0}]', "model.initial_weights=a"): ["model.draw: does nothing"],
+    ('data.validation={"sources":[{"path":"a.txt"}],"filters":true}',): [
+        "data.validation.filters: does nothing without data.filters"
+    ],
+    (
+        'data.validation={"sources":[{"path":"a.txt"}]}',
+        'data.filters=[{"rule":"length","min_words":9,"sources":["a.txt"]}]',
+    ): ["data.filters.0: is for sources of validation alone, and does nothing"],
+    (
+        'data.sources=[{"path":"a","weight":1},{"path":"b","weight":1}]',
+        'data.mixture={"stages":[{"weights":{"a":1,"b":2}}]}',
+    ): ["data.sources: their weights do nothing"],
 }
 
 
