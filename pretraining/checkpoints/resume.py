@@ -97,6 +97,8 @@ def find_start(
         checkpoint, source = choose_checkpoint(run, typed, upload, layout, check_stored, in_parts)
     if resume == "never":
         return Start(starts_over=True)
+    if checkpoint is None:
+        from_rank_0(lambda: refuse_lost_beginning(run))
     from_rank_0(check_folder)  # the recipe may have come from the store meanwhile
 
     def start_at_checkpoint() -> Start:
@@ -117,6 +119,17 @@ def find_start(
 
     start = from_rank_0(start_at_checkpoint)
     return replace(start, fetch=source and partial(fetch_absent, source, checkpoint))
+
+
+def refuse_lost_beginning(run: RunFolder) -> None:
+    """Raise `UserError` if the last start went on from a checkpoint and none is left: a drawn model is another run."""
+    begun = run.last_event(*STARTS) or {}
+    if begun.get("step"):
+        what = f"the last start went on from {begun.get('checkpoint')}, and no checkpoint is here"
+        remedy = (
+            "--resume PATH goes on from that one again, --resume never keeps this run aside and begins anew"
+        )
+        raise UserError(f"{run.path}: {what}; {remedy}")
 
 
 def refuse_lost_rollbacks(checkpoint: Path, run: RunFolder, journal: Journal) -> None:

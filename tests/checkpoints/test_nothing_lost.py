@@ -131,6 +131,19 @@ def test_a_finished_run_started_again_changes_nothing(workshop):
     assert contents(run.folder) == before
 
 
+def test_a_run_that_went_on_from_a_lost_checkpoint_is_not_begun_anew(workshop, unfinished):
+    """Begun with --resume PATH, killed before its first save, and started by hand without PATH."""
+    for folder in unfinished.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    RunFolder(unfinished).add_event("resume", step=8, checkpoint="checkpoint-8")
+    before = contents(unfinished)
+    refused(
+        execute(workshop.command(unfinished)),
+        "the last start went on from checkpoint-8, and no checkpoint is here",
+    )
+    assert contents(unfinished) == before
+
+
 def test_resume_never_keeps_the_earlier_run_aside(workshop, resumed, tmp_path):
     """A fresh start loses nothing either: what was there is kept whole under another name, tracked run included."""
     output = tmp_path / "run"
