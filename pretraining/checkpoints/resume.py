@@ -451,7 +451,7 @@ def roll_back(run: RunFolder, start: Start, recipe: Recipe, step: int, why: str)
             return "", (
                 f"{run.path}: training gave up{after} (monitors.spikes.policy {spikes.policy}): {reason}; {run.events} "
                 "says what happened and what to try; the committed checkpoints are kept, and the same command "
-                "continues from the newest"
+                "without --resume continues from the newest"
             )
         progress = start.progress(recipe)
         # What a nearer checkpoint has trained on cannot be left out.

@@ -488,13 +488,13 @@ def standing_text(standing: Standing, now: float) -> str:
     since += f" ({duration(max(1.0, now - standing.since))} ago)"
     reason = f": {standing.reason}" if standing.reason else ""
     step = f"step {standing.step:,}"
-    continues = "The same command continues "
+    continues = "The same command without --resume continues "
     continues += f"{f'from {standing.checkpoint}' if standing.checkpoint else 'it'}."
     return {
         "killed": f"Killed after {step}: none of its processes is left; it last wrote at {since}. {continues}",
         "stopped": f"Stopped at {step} since {since}{reason}. {continues}",
         "silent": f"Nothing was written since {since}, after {step}: it may have been killed. "
-        "If no process of it is left, the same command continues it.",
+        "If no process of it is left, the same command without --resume continues it.",
         "hang": f"It hung after {step} and ended, {since}. {continues}",
         "gave up": f"It gave up at {step}, {since}{reason}. Look at it before you start it again.",
     }.get(standing.state, "")

@@ -395,7 +395,7 @@ def test_a_run_whose_processes_are_gone_is_killed_at_once(tmp_path, capsys):
     main(["analyze", str(run.path)])
     told = capsys.readouterr().out
     assert told.startswith("Killed after step 110")
-    assert "The same command continues from checkpoint-75." in told
+    assert "The same command without --resume continues from checkpoint-75." in told
     states = [payload_of(run, live=live)["state"] for live in (None, False, True)]
     assert states == ["killed", "killed", "running"]
     for beat in run.heartbeats.iterdir():
