@@ -379,7 +379,7 @@ class Corpus:
 _END = object()
 
 
-def prefetch(items: Iterable, depth: int = 2) -> Iterator:
+def read_ahead(items: Iterable, depth: int = 2) -> Iterator:
     """Yield `items` in order while a thread works up to `depth` of them ahead; raise its errors here."""
     iterator, thread = iter(items), ThreadPoolExecutor(1)
     try:

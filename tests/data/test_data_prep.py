@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.data.corpus import prefetch
+from pretraining.data.corpus import read_ahead
 from pretraining.data.manifest import read_manifest, report_text
 from pretraining.data.preparation.prepare import count_data
 from pretraining.data.prepared import open_prepared
@@ -416,10 +416,10 @@ def test_prefetch_keeps_order_and_raises_where_it_is_read():
 
     found, running = [], threading.active_count()
     with pytest.raises(UserError, match="fifty-first"):
-        for number in prefetch(numbers()):
+        for number in read_ahead(numbers()):
             found.append(number)
     assert found == list(range(50))
-    reader = prefetch(iter(lambda: None, 1))
+    reader = read_ahead(iter(lambda: None, 1))
     next(reader)
     reader.close()
     assert threading.active_count() == running

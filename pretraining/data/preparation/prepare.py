@@ -17,7 +17,7 @@ from pretraining.data.corpus import (
     FileSource,
     TextSource,
     open_sources,
-    prefetch,
+    read_ahead,
     read_batches,
     summed_skips,
 )
@@ -313,7 +313,7 @@ def count_data(recipe: Recipe, num_documents: int | None = None, show_progress: 
             documents = islice(source.documents(), num_documents)
             row = Counter(documents=0, text_bytes=0, tokens=0)
             # Reads the next batches while this one is encoded.
-            for batch in prefetch(read_batches(number, documents, skipped, data.skip_undecodable)):
+            for batch in read_ahead(read_batches(number, documents, skipped, data.skip_undecodable)):
                 tokens, _ = encoder.encode(batch.texts, batch.wheres)
                 num_bytes = sum(batch.num_bytes)
                 row.update(documents=len(batch.texts), text_bytes=num_bytes, tokens=len(tokens))

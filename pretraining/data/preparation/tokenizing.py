@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.data.checksums import digest_of
-from pretraining.data.corpus import Batch, Corpus, prefetch
+from pretraining.data.corpus import Batch, Corpus, read_ahead
 from pretraining.data.encoder import Encoder, WrongTokens
 from pretraining.data.portions import Portion
 from pretraining.data.preparation.cleaning import CleanedCorpus, Cleaner
@@ -102,7 +102,7 @@ class MakeTokenizer(Stage):
 
     def _training_texts(self, progress: ProgressBar) -> Iterator[str]:
         skipped, empty = {}, True
-        for batch in prefetch(self.training_batches(skipped)):
+        for batch in read_ahead(self.training_batches(skipped)):
             empty = False
             progress.add(len(batch.texts), sum(batch.num_bytes))
             yield from batch.texts
@@ -169,7 +169,7 @@ class Tokenize(Stage):
         output = _Output(folder, encoder.dtype, self.validation_share)
         # The encoder runs ahead of the writer, and reading ahead of the encoder. Before a bound neither does, so that
         # the counts are those of what was read up to it.
-        ahead = prefetch if bound is None else iter
+        ahead = read_ahead if bound is None else iter
         read = ahead(chain(first, batches))
         encoded = ((batch, *encoder.encode(batch.texts, batch.wheres)) for batch in read)
         try:
