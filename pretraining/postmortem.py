@@ -6,7 +6,6 @@ have folders of their own, the run's address in its store holds the records of a
 """
 
 import itertools
-import json
 import re
 import sys
 import time
@@ -19,6 +18,7 @@ import numpy as np
 from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser
 from pretraining.errors import one_line_errors
+from pretraining.outside.masking import as_json
 from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.analysis import lost_words
 from pretraining.reporting.run_record import RunRecord
@@ -103,8 +103,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
     with records_of(options.run) as (folder, shown):
         found = look_back(folder)
-        text = json.dumps(asdict(found), indent=2) if options.json else as_text(found)
-    print(text.replace(str(folder), shown))
+        text = as_json(asdict(found), indent=2) if options.json else as_text(found)
+    # of a run in a store, the files that were fetched
+    print(text if Path(shown) == folder else text.replace(str(folder), shown))
 
 
 def look_back(folder: Path) -> Postmortem:

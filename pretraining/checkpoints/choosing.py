@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from pretraining.checkpoints.folders import (
     ON_ITS_WAY,
     OTHER_VERSION,
@@ -49,6 +47,7 @@ from pretraining.checkpoints.format import (
 )
 from pretraining.checkpoints.remote import RUN_FILES, RemoteRun, fetch_share, fetching_bar
 from pretraining.checkpoints.shard_files import STATE_FILE, rank_file
+from pretraining.data.checksums import checksum_of
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import read_json_value
@@ -165,7 +164,7 @@ class _Chooser:
             if (found := DiskPlace(self.run.path).newest(-1, below, journal)) is None:
                 return -1, None, ""
             name, content, fault = found
-            return step_in(name), fault, xxhash.xxh128(content).hexdigest()
+            return step_in(name), fault, checksum_of(content)
 
         found = self.run.disks.each(newest_here)
         newest, candidates, content = max(step for step, *_ in found.values()), [], None

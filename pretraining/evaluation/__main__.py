@@ -1,7 +1,6 @@
 """`python -m pretraining.evaluation RUN|EXPORT`: validation loss, perplexity, bits per byte and a sample; or scores."""
 
 import argparse
-import json
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, load_code_of_run, load_pretrained
-from pretraining.outside.masking import escaped
+from pretraining.outside.masking import as_json, escaped
 from pretraining.planning.quantities import share
 from pretraining.recipe import Recipe, load_recipe
 from pretraining.recipe.sections import Sampling
@@ -52,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         scores = score_export(export, recipe, options)
         width = max(map(len, scores), default=0)
         lines = (f"{name:{width}}  {value:.4f}" for name, value in scores.items())
-        return print(json.dumps(scores) if options.json else "\n".join(lines))
+        return print(as_json(scores) if options.json else "\n".join(lines))
     if recipe is None:
         what = (
             "no recipe.json beside it says what it was validated on; name its run with --of, or use --tasks"
@@ -60,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{export}: {what}")
     results = evaluate_run(export, recipe, options)
     if options.json:
-        return print(json.dumps(results, ensure_ascii=False))
+        return print(as_json(results))
     print(f"validation loss   {results['loss']:.4f} nats per token")
     print(f"perplexity        {results['perplexity']:.2f}")
     unigram = f"(unigram entropy of the same tokens {results['unigram_bits_per_byte']:.4f})"

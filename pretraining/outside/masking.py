@@ -1,5 +1,7 @@
 """Find and mask secrets in texts: nothing that leaves (a line, a log, an event, a page) may hold one."""
 
+import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection
@@ -68,3 +70,9 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 def escaped(text: str) -> str:
     """Write what a terminal would obey instead of showing it, in a text of a stranger, as `\\x1b`."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def as_json(value: Any, **layout: Any) -> str:
+    """Write JSON, and null for what it cannot hold: NaN of a broken model, sums of numbers that a file made too large."""
+    finite = changed(value, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False, **layout)

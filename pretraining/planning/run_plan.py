@@ -121,7 +121,7 @@ class RunPlan:
 
     @property
     def layout(self) -> dict:
-        # for readers of the events only: a checkpoint loads at any other layout
+        # a checkpoint loads at any other layout; this one says which files a node needs of it
         split = {name: size for name, size in self.degrees._asdict().items() if size > 1}
         return {"world_size": self.world_size, "zero_stage": self.zero_stage, **split}
 

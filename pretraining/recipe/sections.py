@@ -369,7 +369,7 @@ class Sampling(Section):
     """Draw among so many of the likeliest tokens; null: among all."""
     top_p: float = key(default=1.0, exclusiveMinimum=0, maximum=1)
     """Draw among the likeliest tokens that together have this probability."""
-    seed: int = key(default=0, minimum=0)
+    seed: int = key(default=0, minimum=0, maximum=2**63 - 1)
     """The same draws each time."""
 
 

@@ -12,7 +12,6 @@ examples:
 
 import argparse
 import csv
-import json
 import math
 import sys
 import time
@@ -24,6 +23,7 @@ import numpy as np
 from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_number
 from pretraining.errors import UserError, one_line_errors, require
+from pretraining.outside.masking import as_json
 from pretraining.reporting.analysis import analyze, sentences, standing_text, track_record_beside
 from pretraining.reporting.live import watch
 from pretraining.reporting.page import names_of, page_payload, page_text, run_payload, write_page
@@ -97,7 +97,7 @@ def _analyze(arguments: list[str]) -> None:
             raise UserError(what)
         found = analyze(record, track_record_beside(folder) if Path(shown) == folder else [])
     text = [standing_text(found.standing, time.time()), *sentences(found)]
-    print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
+    print(as_json(asdict(found), indent=2) if options.json else "\n".join(filter(None, text)))
 
 
 def _serve(arguments: list[str]) -> None:

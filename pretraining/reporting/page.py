@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pretraining.outside.masking import changed
+from pretraining.outside.masking import as_json
 from pretraining.recipe import recipe_schema
 from pretraining.reporting.analysis import Analysis, analyze, sentences
 from pretraining.reporting.published import curve_of
@@ -87,16 +87,10 @@ def page_text(
     if served is not None:
         style, script = '<link rel="stylesheet" href="style.css">', f'<script src="{served}"></script>'
     # Inside a script element only `<` could end it.
-    data = data_text(payload).replace("<", "\\u003c")
+    data = as_json(payload, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"style": style, "script": script, "title": html.escape(title), "data": data}
     # In one pass and not one by one: a run's text may hold "{{data}}" itself.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], joined(("index.html",)))
-
-
-def data_text(payload: dict) -> str:
-    """Write a page's data as JSON, and null for what JSON cannot hold: a sum of numbers that a file made too large."""
-    finite = changed(payload, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @cache

@@ -36,8 +36,8 @@ ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "
 """{event after which no process of the run is left, until a start or a resume: the state that it means}"""
 SILENT_SECONDS = 600.0
 FEWEST_SILENT_SECONDS = 120.0
-TAIL_BYTES = 4 << 10
-"""Of events.jsonl, for a list of runs."""
+TAIL_BYTES = 64 << 10
+"""Of events.jsonl, for a list of runs: in it is the last start or end, with all scores, and the notices sent of it."""
 TAIL = (1, 4 << 10)
 """Blocks of metrics.jsonl, and bytes of each: the end, for a list of runs."""
 FIRST_LOOK = (160, 32 << 10)
@@ -356,7 +356,8 @@ class MetricsFile:
             row = None
             with suppress(ValueError):
                 row = parse_json(line)  # Python writes NaN, which is no JSON: orjson refuses it
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int | float):
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int | float) or not math.isfinite(step):
             self.broken_lines += bool(line.strip())
             return
         number = len(self.steps)

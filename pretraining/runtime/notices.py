@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from pretraining.errors import GaveUp, UserError
 from pretraining.outside.masking import masked
@@ -186,7 +187,12 @@ def notice_of(name: str, run: RunFolder, row: dict) -> dict:
 def run_command(command: str, notice: dict) -> None:
     """Run a shell command; it gets the notice as JSON on stdin, its main parts as variables. Raises `Failed`."""
     variables = {f"PRETRAINING_{key.upper()}": notice[key] for key in ("event", "run", "folder", "message")}
-    settings: dict = {"text": True, "shell": True, "env": {**variables_of_a_helper(), **variables}}
+    settings: dict = {
+        "text": True,
+        "errors": "replace",
+        "shell": True,
+        "env": {**variables_of_a_helper(), **variables},
+    }
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     # a session of its own: signals that launchers send to the run's processes are not for it
     process = subprocess.Popen(command, start_new_session=True, **settings, **pipes)
@@ -202,6 +208,13 @@ def run_command(command: str, notice: dict) -> None:
         raise Failed(f"exit code {process.returncode} {complaint}")
 
 
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Takes a redirect for an error: urllib would ask there without the notice, and count it as sent."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def post(variable: str, notice: dict) -> None:
     """Post the notice as JSON to the address in a variable; raises `Failed`, which does not repeat the address."""
     try:
@@ -211,10 +224,11 @@ def post(variable: str, notice: dict) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "pretraining-recipes"}
     request = urllib.request.Request(address, json.dumps(notice, default=str).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=WEBHOOK_SECONDS):
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=WEBHOOK_SECONDS):
             return
     except urllib.error.HTTPError as error:
-        raise Failed(f"HTTP {error.code}") from None
+        moved = ", a redirect; give the address that it leads to" if error.code // 100 == 3 else ""
+        raise Failed(f"HTTP {error.code}{moved}") from None
     except (OSError, ValueError) as error:
         # some errors repeat the address, of which a part is often a secret
         reason = getattr(error, "reason", None) or type(error).__name__

@@ -23,7 +23,7 @@ from pretraining.recipe.training import TRACKER_PACKAGES
 from pretraining.runtime.durable_files import read_rows
 from pretraining.runtime.metric_names import grouped_names
 from pretraining.runtime.notices import EVENTS
-from pretraining.runtime.run_folder import RunFolder
+from pretraining.runtime.run_folder import STARTS, RunFolder
 from pretraining.upstream.transformers import name_logs_by
 
 # tracker -> the variable that names its folder, which is set inside the run folder
@@ -291,6 +291,7 @@ class Numbers(TrainerCallback):
         if state.is_world_process_zero:
             if self.on_event not in self.run.listeners:
                 self.run.listeners.append(self.on_event)
+                self.run.at_failure.append(self.on_failure)
             self.show()
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -306,6 +307,15 @@ class Numbers(TrainerCallback):
         self.alerts += row["event"] in EVENTS["alert"]
         self.state = STATES.get(row["event"], self.state)
         self.show(is_last=row["event"] in STATES)
+
+    def on_failure(self) -> None:
+        """Find out how the run ended: another rank may have written it, and of an error there may be no event."""
+        last = self.run.last_event(*STARTS, *STATES) or {}
+        self.state = STATES.get(last.get("event", ""), "failed")
+        # nothing that hangs may keep the process from ending
+        last_numbers = threading.Thread(target=self.show, args=[True], daemon=True)
+        last_numbers.start()
+        last_numbers.join(RECEIVER_SECONDS)
 
     def show(self, is_last: bool = False) -> None:
         """Hand the numbers on; of failures the first is an event of the run, and so is the recovery.
