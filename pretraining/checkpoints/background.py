@@ -5,7 +5,7 @@ of rank 0 also waits for all receipts, writes the marker, and then removes old c
 flight. All ranks agree on its result at a step boundary, so that a failure stops every rank at the same step.
 
 A save that comes before the validation of its step counts at once. Then its threads wait for what is measured, and add
-it to the marker. Only after that old checkpoints are removed, except the best, and the new one is uploaded.
+it to the marker. Only then is the new one uploaded and are old ones removed: which is best is known now.
 
 If nodes have run folders of their own, each holds the files of its own ranks. Receipts go to rank 0 as messages, and
 the marker comes back in the same way: the first rank of each other disk writes it there.

@@ -93,7 +93,7 @@ def passed_on(
     write: Callable[[memoryview], int] | None = None,
     progress: Callable[[int], object] = work_done,
 ) -> dict:
-    """Write the pieces of a file with `write`, that of an unbuffered one, if given; returns their `file_entry`.
+    """Checksum the pieces of a file, and write them if `write`, of an unbuffered one, is given; returns its `file_entry`.
 
     progress: gets the bytes of each piece.
     """
@@ -181,7 +181,7 @@ def add_metrics(folder: Path, metrics: Mapping) -> None:
 
 
 def place_marker(folder: Path, sealed: bytes) -> None:
-    """Do the same with the bytes of a marker that another node, or a store, holds already."""
+    """Write the bytes of a finished marker, as `write_marker` does: another node or a store has them."""
     # First the names of the files, so that the disk never holds a marker without them; then the marker's own name.
     flush_folder(folder)
     with replacing(folder / MARKER, "wb") as file:

@@ -1,4 +1,7 @@
-"""Mix several sources in one run, none of them more often than the recipe allows, and say what the mixture promises."""
+"""Mix several sources in one run, none of them more often than the recipe allows, and say what the mixture promises.
+
+Which source comes next, and which of its blocks: interleaving.py.
+"""
 
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,4 +1,7 @@
-"""Check names, networks and hubs: can ranks reach this machine, and can (and may) it reach what a run needs?"""
+"""Check names, networks and hubs: can ranks reach this machine, and can (and may) it reach what a run needs?
+
+Ranks among each other: cluster.py, and how fast: rates.py.
+"""
 
 import calendar
 import ipaddress

@@ -5,7 +5,7 @@ bound by the bytes they read and write. How many bytes a layer's kernels move fo
 tables/kernels.json holds the factors, which benchmarks/kernel_factors.py counted on the real model, eager and
 compiled. Gaps between kernels, messages of ZeRO and waits are not counted. Bytes and FLOPs are exact, their rates are
 not. The estimate has one rate for all shapes, which wide products may exceed and narrow ones miss. What to expect is
-the same count with rates by width, head and length (tables/rates.json).
+the same count with rates by width, head and length (tables/rates.json). What ranks send each other: messages.py.
 """
 
 import json

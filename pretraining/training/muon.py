@@ -2,7 +2,8 @@
 
 Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): the update is the orthogonalised momentum of a matrix.
 Momentum and weights stay where ZeRO keeps them. A matrix is put together on one rank only to orthogonalise it: the
-first half of this module finds its slices, shares the work between the ranks, and exchanges them.
+first half of this module finds its slices, shares the work between the ranks, and exchanges them. The norm of all
+gradients is clipped before, by DeepSpeed or the Trainer (`training.max_grad_norm`); what else clips is gradients.py.
 """
 
 from collections import defaultdict

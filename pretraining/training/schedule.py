@@ -8,8 +8,8 @@
 
 The last three are `share_of_peak`. The steps that warm up: recipe/budget.py rounds `budget.warmup_tokens` to steps,
 `Training.in_steps` hands them on, and transformers' `get_warmup_steps` has the last word; `Recipe.warmup_steps` tells
-plan and messages the same (a test compares the two). recipe/training.py checks the names and keywords of schedules. If
-a schedule follows the validation loss, it refuses the last two.
+plan and messages the same (a test compares the two). recipe/training.py checks the names and keywords of schedules, and
+refuses the last two factors for one that follows the validation loss.
 
 Elsewhere: `--limit_tokens` shortens a schedule with its run (recipe/loading.py), a step that ZeRO or fp16 skips moves
 it on all the same (training/stability.py), and a run that goes on sets the rate again (checkpoints/manager.py).

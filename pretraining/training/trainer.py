@@ -86,8 +86,8 @@ class PretrainingTrainer(OpenTrainer):
     loop, whose mean is not exact. The checkpoints replace what the Trainer writes. The Trainer's own
     cadence (`eval_strategy`, `eval_steps`, `save_steps`) and its best-model bookkeeping stay in force.
 
-    This class looks for a request to stop after every step and between two rounds of a validation, which then has no
-    result. Once a checkpoint is saved, the process ends with 75 (runtime/exit_codes.py).
+    This class looks for a request to stop after every step and between the rounds of a validation; one that is cut
+    short has no result. Once a checkpoint is saved, the process ends with 75 (runtime/exit_codes.py).
 
     loss: the Trainer's `compute_loss_func`.
 

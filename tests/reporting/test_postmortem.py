@@ -102,7 +102,7 @@ def test_a_finished_run_still_knows_what_failed_and_what_that_cost(failed):
     assert "on fire" in found.first.what and not [line for line in found.advice if "continues" in line]
     assert "restarts after a crash" in found.time_lost
     assert 0 < found.dollars_lost < found.dollars
-    command = [sys.executable, "-m", "pretraining.postmortem", str(failed["folder"]), "--json"]
+    command = [sys.executable, "-m", "pretraining.postmortem", f"{failed['folder']}/", "--json"]
     answer = json.loads(execute(command).stdout)
     assert answer["first"]["what"] == found.first.what and answer["dollars"] == found.dollars
 

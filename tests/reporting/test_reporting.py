@@ -222,9 +222,9 @@ def test_half_written_and_broken_lines_are_passed_over(tmp_path):
     record = RunRecord(run.path)
     assert len(record.metrics) == 3 and math.isnan(record.metrics.last("train/loss"))
     with run.metrics.open("a") as file:
-        file.write('\n[1]\n{"step": 5, "train/loss": 3.0, "eval_loss": 3.5}\n')
+        file.write('\n[1]\n{"step": NaN}\n{"step": 5, "train/loss": 3.0, "eval_loss": 3.5}\n')
     record.refresh()
-    assert (len(record.metrics), record.metrics.broken_lines) == (4, 2)
+    assert (len(record.metrics), record.metrics.broken_lines) == (4, 3)
     assert record.metrics.last("eval/loss") == 3.5, "rows from before the groups are read too"
     run.metrics.with_suffix(".new").write_text('{"step": 1, "train/loss": 7.0}\n')
     run.metrics.with_suffix(".new").replace(run.metrics)

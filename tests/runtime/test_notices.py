@@ -110,6 +110,23 @@ def test_receivers_that_fail_stop_nothing(tmp_path, server, monkeypatch):
     assert "refused" in journalled(run)[3]["reason"] and "sesame" not in run.events.read_text()
 
 
+def test_a_redirect_is_no_receiver(tmp_path, server):
+    """Asked again at the other address, it would get no notice, and count as sent."""
+    run, server.answers = RunFolder(tmp_path / "run"), [301] * 3
+    with notices(run, "small", Notify(on=["finished"], webhook_env=WEBHOOK)):
+        run.add_event("end", eval_loss=3.0)
+    (row,) = journalled(run)
+    assert row["event"] == "notify_failed" and row["reason"].startswith("HTTP 301, a redirect")
+
+
+def test_a_command_may_say_what_is_no_text(tmp_path):
+    """What it writes to stderr is only for the case that it fails."""
+    run, command = RunFolder(tmp_path / "run"), "printf '\\351' >&2"
+    with notices(run, "small", Notify(on=["finished"], command=command)):
+        run.add_event("end", eval_loss=3.0)
+    assert journalled(run) == [{"event": "notified", "of": "finished", "by": "command", "attempts": 1}]
+
+
 def test_what_a_failing_command_says_is_kept_without_the_address(tmp_path, monkeypatch):
     """wget names the address it could not reach, in whichever variable it was."""
     monkeypatch.setenv(WEBHOOK, f"http://127.0.0.1:1/{NO_PART_OF_FILES}")

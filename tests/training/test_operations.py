@@ -169,6 +169,12 @@ def test_what_cannot_be_reached_is_told_once_and_used_again(tmp_path, receiver):
     shown = scraped(port)
     assert (shown["pretraining_alerts"], shown["pretraining_state hang"]) == (1, 1)
     assert receiver.got["pretraining_state"][("small", "hang")] == 1
+    # another rank may have written the hang, and an error may have no event
+    told.run.fail()
+    assert scraped(port)["pretraining_state hang"] == 1
+    told.run.add_event("resume", step=4)
+    told.run.fail()
+    assert scraped(port)["pretraining_state failed"] == 1
     # a run that rolled back begins again in the same process, on the same port
     build_trackers(BOTH, told.run, "small", None, Prometheus(port=port))[-1].on_train_begin(
         SimpleNamespace(run_name="small", project=None), told.state, None
