@@ -93,7 +93,7 @@ def passed_on(
     write: Callable[[memoryview], int] | None = None,
     progress: Callable[[int], object] = work_done,
 ) -> dict:
-    """Checksum the pieces of a file, and write them if `write`, of an unbuffered one, is given; returns its `file_entry`.
+    """Checksum the pieces of a file, write them if `write`, of an unbuffered one, is given; returns its `file_entry`.
 
     progress: gets the bytes of each piece.
     """

@@ -1,9 +1,9 @@
 """Read, write and fetch a run's checkpoints at an fsspec address: `s3://bucket/runs/<name>`, `hf://...`, a folder.
 
 Every rank fetches a share of the files, in ranges, several at once. Files of an interrupted fetch are verified and
-kept. Until the marker is written, the folder does not count as a checkpoint. A start does not
-wait until fetched files are on the disk: they can be fetched again. A power cut may spoil a copy that has a marker, as an old disk may any checkpoint;
-the next start finds out by the checksums, and fetches the damaged files again.
+kept. Until the marker is written, the folder does not count as a checkpoint. A start does not wait until fetched files
+are on the disk: they can be fetched again. A power cut may spoil a copy that has a marker, as an old disk may any
+checkpoint; the next start finds out by the checksums, and fetches the damaged files again.
 """
 
 import fcntl

@@ -1,8 +1,8 @@
 """Compute the order of a run: which block its i-th sample is, and which shards it needs.
 
 The order is arithmetic, not an index file: a pure function of the sample's position, whatever the ranks, micro-batch or
-accumulation. A run can be resumed anywhere without reading what came before. recipe/budget.py says which
-samples a step has.
+accumulation. A run can be resumed anywhere without reading what came before. recipe/budget.py says which samples a step
+has.
 """
 
 import hashlib

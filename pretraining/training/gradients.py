@@ -1,8 +1,8 @@
 """Clip gradients, queries and keys, and measure gradients and activations on chosen steps.
 
 After their norm is clipped (`training.max_grad_norm`, by DeepSpeed or the Trainer), gradients are clipped here, right
-before the optimizer's step, on whole parameters or ZeRO's slices: by value, and by the size of the weights. Norms layer by layer and the gradient noise scale are those of
-the whole step before clipping, and cost nothing on all other steps.
+before the optimizer's step, on whole parameters or ZeRO's slices: by value, and by the size of the weights. Norms layer
+by layer and the gradient noise scale are those of the whole step before clipping, and cost nothing on all other steps.
 """
 
 import math
