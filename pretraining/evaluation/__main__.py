@@ -184,7 +184,16 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--no-sample", dest="sample", action="store_false", help="measure only")
     add_trust(parser)
     add("--json", action="store_true", help="print one JSON object")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    is_scored = options.tasks is not None or options.hellaswag is not None
+    if options.tasks is not None and not options.tasks.strip(" ,"):
+        parser.error("--tasks: names no task")
+    if options.limit and not is_scored:
+        parser.error("--limit: goes with --tasks or --hellaswag")
+    for name in ("prompt", "tokens", *(each.name for each in fields(Sampling))):
+        if getattr(options, name) is not None and (is_scored or not options.sample):
+            parser.error(f"--{name.replace('_', '-')}: is of a sample, and none is drawn here; leave it out")
+    return options
 
 
 if __name__ == "__main__":

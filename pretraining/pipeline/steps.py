@@ -6,6 +6,7 @@ Files count by their content: one that was only written again changes nothing. C
 
 import argparse
 import json
+import math
 import re
 import shlex
 import sys
@@ -468,6 +469,8 @@ class Evaluate(Step):
         return json.loads(answer.strip().splitlines()[-1])
 
     def words(self, facts: dict) -> str:
+        # null of a broken model, which JSON has for NaN
+        facts = {key: math.nan if value is None else value for key, value in facts.items()}
         loss, perplexity, bits = (facts[key] for key in ("loss", "perplexity", "bits_per_byte"))
         return f"loss {loss:.4f}, perplexity {perplexity:.2f}, {bits:.4f} bits per byte"
 

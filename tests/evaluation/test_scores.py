@@ -10,6 +10,7 @@ from pretraining.data.prepared import open_prepared
 from pretraining.data.streaming.cache import ShardCache
 from pretraining.errors import UserError
 from pretraining.evaluation import validation as evaluators
+from pretraining.evaluation.__main__ import main
 from pretraining.evaluation.scores import (
     Harness,
     HarnessModel,
@@ -120,6 +121,14 @@ def test_a_wrong_set_is_one_line(tokenizer, items, tmp_path):
     said = refusal(Harness, [str(path)], tokenizer, PASSES)
     assert said.startswith("evaluation.tasks: ") and "mine.json: metric" in said
     assert "none.json" in refusal(Harness, [str(tmp_path / "none.json")], tokenizer, PASSES)
+
+
+@pytest.mark.parametrize(
+    "words", ["--limit 5", "--tasks ,", "--no-sample --prompt x", "--hellaswag a --top-k 3"]
+)
+def test_an_option_that_would_do_nothing_is_refused(words):
+    """Nobody reads a number of another question than the one that was asked."""
+    assert refusal(main, ["runs/none", *words.split()]).startswith(f"{words.split()[-2]}: ")
 
 
 def test_the_sets_that_are_here_are_the_published_ones():
