@@ -49,7 +49,7 @@ export -f start_node
 # without --cpus-per-task, newer versions give a step one core a task
 srun --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none bash -c 'start_node "$@"' start_node "$@" &
 step=$!
-trap 'mkdir -p "$RUN" && touch "$RUN/STOP"' USR1
+trap 'out_of_time=1; mkdir -p "$RUN" && touch "$RUN/STOP"' USR1
 trap 'kill -TERM $step' TERM
 wait $step
 code=$?
@@ -58,7 +58,11 @@ while kill -0 $step 2>/dev/null; do # a trapped signal ends `wait`, not the step
   code=$?
 done
 
-if [ $code -eq 75 ]; then
+stopped_by() { # what the run says of its last stop
+  grep -s '"event": *"stopped"' "$RUN/events.jsonl" | tail -n 1 | grep -q "\"reason\": *\"$1\""
+}
+# a stop file of the user means the end, and the job's own one that it goes on
+if [ $code -eq 75 ] && { [ -n "${out_of_time:-}" ] || ! stopped_by "a stop file"; }; then
   scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
 fi
 exit $code

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pretraining.checkpoints.folders import damage, step_in
+from pretraining.checkpoints.folders import damage, step_in, step_of
 from pretraining.checkpoints.format import MARKER
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.command_line import not_negative_integer
@@ -40,6 +40,8 @@ def chosen_checkpoints(folder: Path, step: int | None) -> list[Path]:
     """Return the committed checkpoints meant, newest first: one by its path or `step`, else all of the run."""
     # The path of one checkpoint: it may be a copy outside of any run, so that no run is looked for.
     if (folder / MARKER).exists():
+        if step is not None:
+            refuse_another_step(step, step_of(folder))
         return [folder]
     committed = run_of(folder).committed()
     found = committed if step is None else [each for each in committed if step_in_name(each) == step]
@@ -59,10 +61,20 @@ def store_of(address: str) -> tuple[RemoteRun, list[str]]:
     return remote, names
 
 
+def refuse_another_step(step: int, named: int) -> None:
+    """Raise `UserError` if an option and the path of one checkpoint mean two."""
+    if step != named:
+        raise UserError(
+            f"step {step} is asked for, and the path names that of step {named}; leave one of them out"
+        )
+
+
 def chosen_in_store(address: str, step: int | None) -> tuple[RemoteRun, list[str]]:
     """Do the same for an address in a store; returns the place and the names."""
     remote, name = RemoteRun.of_checkpoint(address)
     if step_in(name) >= 0:
+        if step is not None:
+            refuse_another_step(step, step_in(name))
         address, step = remote.address, step_in(name)
     store, names = store_of(address)
     names = [each for each in names if step in (None, step_in(each)) and MARKER in (store.sizes(each) or {})]

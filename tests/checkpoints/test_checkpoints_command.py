@@ -112,6 +112,10 @@ def test_prune_leaves_a_run_that_is_writing_alone(run):
 MISTAKES = {
     "no such folder": (["list", "/nowhere"], "/nowhere: no such folder"),
     "no run": (["list", "{empty}"], "no run folder"),
+    "two steps": (
+        ["verify", "{run}/checkpoint-2", "--step", "4"],
+        "step 4 is asked for, and the path names that of step 2",
+    ),
     "no such step": (["verify", "{run}", "--step", "5"], "checkpoint of step 5; there are those of 2, 4"),
     "unknown verb": (["check", "{run}"], "invalid choice: 'check'"),
     "damaged": (["export", "{run}", "--step", "4"], "damaged: state_1.bin has changed"),

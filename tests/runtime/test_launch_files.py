@@ -68,6 +68,32 @@ def test_pods_of_kubernetes_have_what_a_run_needs(jobset):
     assert f"--master_addr={first} " in container["args"][0]
 
 
+STEPS_OF_SLURM = {
+    "by the user": ("a stop file", "", False),
+    "at the job's end": ("a stop file", "kill -USR1 $PPID; sleep 1", True),
+    "at the run's own limit": ("the time limit of 1 hours", "", True),
+}
+
+
+@pytest.mark.parametrize("reason, before, again", STEPS_OF_SLURM.values(), ids=STEPS_OF_SLURM)
+def test_a_job_of_slurm_is_queued_again_unless_the_user_stopped_it(tmp_path, reason, before, again):
+    """The script itself, with a SLURM whose step only stops: who wrote the stop file decides."""
+    run, row = tmp_path / "run", json.dumps({"event": "stopped", "step": 8, "reason": reason})
+    run.mkdir()
+    scripts = {
+        "scontrol": f"echo $* >> {tmp_path}/calls",
+        "srun": f"{before}\necho '{row}' >> {run}/events.jsonl\nexit 75",
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "47", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_CPUS_ON_NODE": "1"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    finished = execute(["bash", str(REPOSITORY / "launch" / "slurm.sh")], PATH=path, RUN=str(run), **job)
+    assert finished.code == 75, finished.output
+    assert ("requeue 47" in (tmp_path / "calls").read_text()) == again
+
+
 def test_the_hook_before_a_pod_stops_leaves_a_stop_file(jobset, tmp_path):
     """Executed; it then waits, less long than Kubernetes does, for the ranks to save."""
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
