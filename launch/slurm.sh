@@ -58,11 +58,9 @@ while kill -0 $step 2>/dev/null; do # a trapped signal ends `wait`, not the step
   code=$?
 done
 
-stopped_by() { # what the run says of its last stop
-  grep -s '"event": *"stopped"' "$RUN/events.jsonl" | tail -n 1 | grep -q "\"reason\": *\"$1\""
-}
 # a stop file of the user means the end, and the job's own one that it goes on
-if [ $code -eq 75 ] && { [ -n "${out_of_time:-}" ] || ! stopped_by "a stop file"; }; then
+last_stop=$(grep -s '"event": *"stopped"' "$RUN/events.jsonl" | tail -n 1)
+if [ $code -eq 75 ] && { [ -n "${out_of_time:-}" ] || [[ $last_stop != *'"a stop file"'* ]]; }; then
   scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
 fi
 exit $code

@@ -13,7 +13,6 @@ line, which is shown after the answer, or None.
 
 import argparse
 import inspect
-import json
 import math
 import os
 import re
@@ -27,6 +26,7 @@ from urllib.parse import unquote
 
 from pretraining.errors import UserError, nearest
 from pretraining.outside.addresses import refuse_credentials, refuse_slips
+from pretraining.outside.masking import as_json
 from pretraining.recipe.fixed_keys import check_allowed
 from pretraining.recipe.recipe import SECTIONS
 from pretraining.recipe.section import description_of
@@ -287,7 +287,7 @@ def answer_one(
     options = parser.parse_args(arguments)
     verb = verbs[options.verb]
     answer = verb.answer(options)
-    print(json.dumps(answer, indent=2) if options.json else verb.as_text(answer), flush=True)
+    print(as_json(answer, indent=2) if options.json else verb.as_text(answer), flush=True)
     # after the answer, because it explains the refusal
     refusal = verb.refusal(answer) if hasattr(verb, "refusal") else None
     if refusal:

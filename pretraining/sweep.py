@@ -25,6 +25,7 @@ from pretraining.checkpoints.folders import refuse_foreign_files
 from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
 from pretraining.errors import UserError, one_line_errors
 from pretraining.outside.files import read_json_value
+from pretraining.outside.masking import as_json
 from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.__main__ import write_report
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     answer = answer_of(points, folder, recipe, jobs, failures)
     if folder.is_dir():
         write_json(folder / JOBS, answer)
-    print(json.dumps(answer, indent=2) if options.json else as_text(answer), flush=True)
+    print(as_json(answer, indent=2) if options.json else as_text(answer), flush=True)
     if failures:
         name, failure = next(iter(failures.items()))
         raise UserError(f"{len(failures)} of {len(points)} points failed; {name}: {failure}")

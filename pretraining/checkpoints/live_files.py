@@ -29,7 +29,6 @@ from pretraining.schema import check
 _LIVE_SECONDS = 60.0
 LIVE_LOG_BYTES = 64 << 10  # of the end of a log, which is sent anew if it grows: stores cannot append
 _LAST_SECONDS = 60.0  # how long the end of a run waits for a store that does not take its last files
-_FAILING_SECONDS = 10.0  # how long a rank that fails waits for the store: its launcher may kill it soon
 
 LIVE_FILES = (*RUN_FILES, "plan.json", "environment.json", "mixture.json", "console.log", "report.html")
 """Files of rank 0's disk, which are sent while the run lives."""
@@ -79,17 +78,13 @@ def live_files(run: RunFolder, upload: str | None) -> Iterator[None]:
             pause = max(_LIVE_SECONDS, 9 * (time.monotonic() - began))
         files.send()
 
-    def start(send: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=send, name="live files", daemon=True)
-        thread.start()
-        return thread
-
     # It is called after the block too, once the failure is written.
-    run.at_failure.append(lambda: start(files.send).join(_FAILING_SECONDS))
+    run.at_failure.append(files.send)
     if not of_others:
         yield
         return
-    thread = start(send_again_and_again)
+    thread = threading.Thread(target=send_again_and_again, name="live files", daemon=True)
+    thread.start()
     try:
         yield
     finally:

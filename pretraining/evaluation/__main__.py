@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"{export}: {what}")
     results = evaluate_run(export, recipe, options)
     if options.json:
-        return print(as_json(results))
+        return print(as_json(results, ensure_ascii=False))
     print(f"validation loss   {results['loss']:.4f} nats per token")
     print(f"perplexity        {results['perplexity']:.2f}")
     unigram = f"(unigram entropy of the same tokens {results['unigram_bits_per_byte']:.4f})"

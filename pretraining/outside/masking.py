@@ -75,4 +75,4 @@ def escaped(text: str) -> str:
 def as_json(value: Any, **layout: Any) -> str:
     """Write JSON, and null for what it cannot hold: a broken model's NaN, sums of numbers that a file made infinite."""
     finite = changed(value, lambda x: None if isinstance(x, float) and not math.isfinite(x) else x)
-    return json.dumps(finite, ensure_ascii=False, allow_nan=False, **layout)
+    return json.dumps(finite, allow_nan=False, **layout)

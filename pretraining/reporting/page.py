@@ -87,10 +87,14 @@ def page_text(
     if served is not None:
         style, script = '<link rel="stylesheet" href="style.css">', f'<script src="{served}"></script>'
     # Inside a script element only `<` could end it.
-    data = as_json(payload, separators=(",", ":")).replace("<", "\\u003c")
+    data = data_text(payload).replace("<", "\\u003c")
     parts = {"style": style, "script": script, "title": html.escape(title), "data": data}
     # In one pass and not one by one: a run's text may hold "{{data}}" itself.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], joined(("index.html",)))
+
+
+def data_text(payload: dict) -> str:
+    return as_json(payload, ensure_ascii=False, separators=(",", ":"))
 
 
 @cache

@@ -38,7 +38,6 @@ from pretraining.checkpoints.live_files import fetch_records
 from pretraining.checkpoints.remote import RemoteRun
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote, refuse_slips
-from pretraining.outside.masking import as_json
 from pretraining.planning.quantities import several
 from pretraining.reporting import page
 from pretraining.reporting.live import set_priority
@@ -328,7 +327,7 @@ def application(runs: Runs, title: str) -> Starlette:
         elif request.headers.get("if-none-match") == tag:
             return Response(status_code=304)
         else:
-            text = as_json(payload, separators=(",", ":"))
+            text = page.data_text(payload)
         kind = "application/json" if script is None else "text/html"
         return Response(text.encode(errors="replace"), media_type=kind, headers={"ETag": tag})
 

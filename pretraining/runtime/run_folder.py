@@ -5,6 +5,7 @@ import json
 import platform
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from pretraining.schema import fits
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 MARKER = "committed.json"  # of a checkpoint: it makes the checkpoint exist (checkpoints/format.py)
+FAILING_SECONDS = 10.0  # how long a rank that fails waits for its last words: its launcher may kill it soon
 STARTS = ("start", "resume")  # events with which an attempt of a run begins
 PACKAGES = ["torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "numpy", "pyarrow"]
 PACKAGES += ["pretraining-recipes"] if IS_WHEEL else []  # a checkout has a commit
@@ -112,8 +114,13 @@ class RunFolder:
 
     def fail(self) -> None:
         """Say that how this rank fails is written here."""
-        for call in self.at_failure:
-            call()
+        # beside this thread: nothing of it that hangs may keep the process from ending
+        calls = [threading.Thread(target=call, name="at failure", daemon=True) for call in self.at_failure]
+        for call in calls:
+            call.start()
+        until = time.monotonic() + FAILING_SECONDS
+        for call in calls:
+            call.join(max(0.0, until - time.monotonic()))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -312,10 +312,7 @@ class Numbers(TrainerCallback):
         """Find out how the run ended: another rank may have written it, and of an error there may be no event."""
         last = self.run.last_event(*STARTS, *STATES) or {}
         self.state = STATES.get(last.get("event", ""), "failed")
-        # nothing that hangs may keep the process from ending
-        last_numbers = threading.Thread(target=self.show, args=[True], daemon=True)
-        last_numbers.start()
-        last_numbers.join(RECEIVER_SECONDS)
+        self.show(is_last=True)
 
     def show(self, is_last: bool = False) -> None:
         """Hand the numbers on; of failures the first is an event of the run, and so is the recovery.

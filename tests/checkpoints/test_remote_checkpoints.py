@@ -302,6 +302,7 @@ def test_a_store_is_listed_and_verified_as_a_disk_is(tmp_path, store, capsys):
     assert states == ["uncommitted", "committed"]
     for words, complaint in {
         ("verify", f"{store}/{NAME}", "--step", "8"): "no committed checkpoint of step 8",
+        ("verify", f"{store}/{NAME}/checkpoint-4", "--step", "8"): "step 8 is asked for, .* that of step 4",
         ("list", f"{store}/none"): "no checkpoint-\\* there",
     }.items():
         with pytest.raises(UserError, match=complaint):

@@ -407,7 +407,7 @@ def test_no_permission_is_one_line(tmp_path, root, corpus, what):
     assert str(corpus if what == "input" else root) in said
 
 
-def test_prefetch_keeps_order_and_raises_where_it_is_read():
+def test_reading_ahead_keeps_order_and_raises_where_it_is_read():
     """The pipeline's threads neither reorder documents nor swallow errors, and end with a reader that stops."""
 
     def numbers():

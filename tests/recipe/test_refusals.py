@@ -75,6 +75,8 @@ budget.tokens.x=1
     budget.tokens is not an object
 model.n_embd
     write --set section.key=value
+evaluation.sampling.seed=9223372036854775808
+    it must be at most 9223372036854775807
 checkpoints.keep_last=0
     it must be at least 1
 monitors.hang_minutes=1e-8

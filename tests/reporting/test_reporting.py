@@ -287,6 +287,13 @@ def test_the_phase_is_said_in_words(tmp_path, phase):
     assert told in said[0], said
 
 
+def test_json_has_null_where_a_loss_is_no_number(tmp_path, capsys):
+    """A script that waits for a broken run reads what it says: NaN is no JSON."""
+    run = made_run(tmp_path / "run", [5.0, math.nan])
+    main(["analyze", str(run.path), "--json"])
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["last_loss"] is None
+
+
 FLAT = np.concatenate([noisy_law(300), np.linspace(6.0, 4.5, 300), np.linspace(4.5, 4.6, 200)])
 
 

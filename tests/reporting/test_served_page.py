@@ -158,6 +158,14 @@ def test_another_address_asks_for_the_token_of_the_link(folder):
         assert server.ask(f"/?token={token}", "POST")[0] == 405
 
 
+def test_a_list_knows_an_end_with_many_scores(tmp_path):
+    """The end of events.jsonl that a list reads holds it, with the notices behind it."""
+    run = made_run(tmp_path / "run", [5.0, 4.0])
+    run.add_event("end", **{f"eval/task_{k}/acc": k / 400 for k in range(400)})
+    run.add_event("notified", of="finished", by="webhook", attempts=1)
+    assert RunRecord(run.path, TAIL).standing().state == "finished"
+
+
 def test_a_long_run_is_shown_at_once_and_then_whole(tmp_path):
     """First some blocks of its rows, with a note; once a process has read all, every spike is there."""
     run = made_run(tmp_path / "runs" / "long", [5.0] * 20)
