@@ -3,9 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 RECIPE ?= tiny
-# Two processes: on two GPUs, or on the CPU where there is none; one where there is a single GPU.
-GPUS     := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
 # uv, where there is one, takes a third of pip's time. It knows nothing of pip's settings, an own index among them.
 INSTALL := $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python,$\
@@ -26,12 +24,15 @@ help:
 # What a step on the CPU frees, glibc keeps for the next one. Asked for again, each page of it costs a page fault.
 demo: export MALLOC_TRIM_THRESHOLD_ ?= 4294967296
 demo: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
+# Two processes: on two GPUs, or on the CPU where there is none; one where there is a single GPU.
+demo: NUM_GPUS ?= $(if $(filter 1,$(GPUS)),1,2)
 demo: $(VENV)/installed
 	python data_prep.py --recipe $(RECIPE)
 	deepspeed --num_gpus=$(NUM_GPUS) train.py --recipe $(RECIPE)
-	python -m pretraining.evaluation runs/$(notdir $(RECIPE)) --prompt "def " --tokens 128
+	python -m pretraining.evaluation runs/$(basename $(notdir $(RECIPE))) --prompt "def " --tokens 128
 
 # What is up to date is left out. Further options: make pipeline RECIPE=30b PIPELINE="--gpu H100 --publish my-name/30b"
+pipeline: NUM_GPUS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 pipeline: $(VENV)/installed
 	python -m pretraining.pipeline --recipe $(RECIPE) --launcher "deepspeed --num_gpus=$(NUM_GPUS)" $(PIPELINE)
 

@@ -54,9 +54,12 @@ class RunResult:
     metrics: dict[str, float]  # newest value of every metric, by its name in metrics.jsonl: `eval/loss`, ...
     export: Path | None  # the `from_pretrained` folder of a finished run
     report: Path | None
+    stop_asked: bool = (
+        False  # also of a run that finished, if the request came during its last step or its export
+    )
 
     @classmethod
-    def of(cls, folder: Path, exit_reason: str) -> "RunResult":
+    def of(cls, folder: Path, exit_reason: str, stop_asked: bool) -> "RunResult":
         """Read what the run has written."""
         run, metrics = RunFolder(folder), {}
         for row in read_rows(run.metrics):
@@ -66,7 +69,8 @@ class RunResult:
         metrics.pop("time", None)
         exported = exit_reason == REASONS[FINISHED] and run.export.is_dir()
         export, report = run.export if exported else None, run.report if run.report.exists() else None
-        return cls(recipe.get("name", folder.name), folder, exit_reason, step, metrics, export, report)
+        name = recipe.get("name", folder.name)
+        return cls(name, folder, exit_reason, step, metrics, export, report, stop_asked)
 
     @property
     def metrics_file(self) -> Path:
@@ -112,9 +116,9 @@ def prepare(recipe: str | Path, *, show: bool = True, **options: Any) -> Prepare
     words = [*words_of({"recipe": recipe, **options}), "--json"]
     command = [sys.executable, str(REPOSITORY / "data_prep.py"), *words]
     try:
-        answer = processes.call(command, captured=True, show=_print_line if show else lambda line: None)
+        answer, _ = processes.call(command, captured=True, show=_print_line if show else lambda line: None)
     except processes.CommandEnded as ended:
-        if ended.code == INTERRUPTED:
+        if ended.code in (INTERRUPTED, STOPPED):
             raise KeyboardInterrupt from None
         raise _failure(command, ended.code, ended.lines) from None
     summary = json.loads(answer.strip().splitlines()[-1])
@@ -138,6 +142,7 @@ def run(recipe: str | Path, *, launcher: str = "", show: bool = True, **options:
     Raises:
         UserError: what the command says in one line.
         CommandFailed: it crashed.
+        KeyboardInterrupt: it was interrupted, and ended without a checkpoint of that moment.
     """
     words = words_of({"recipe": recipe, **options})
     command, (_, folder) = train_command(words, launcher), checked_run(words)
@@ -150,18 +155,22 @@ def run(recipe: str | Path, *, launcher: str = "", show: bool = True, **options:
 
     variables = processes.environment() | {"PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory(prefix="run_") as place, processes.handlers_kept():
-        code = Supervisor(command, Path(place), keep, variables).run(0)
-    if code not in REASONS:
-        raise _failure(command, code, last)
-    return RunResult.of(folder, REASONS[code])
+        supervisor = Supervisor(command, Path(place), keep, variables)
+        code = supervisor.run(0)
+    if code in REASONS:
+        return RunResult.of(folder, REASONS[code], supervisor.asked)
+    failure = _failure(command, code, last)
+    if supervisor.asked:
+        raise KeyboardInterrupt from failure
+    raise failure
 
 
 def checked_run(words: Sequence[str]) -> tuple[Recipe, Path]:
     """Check the options of train.py and the recipe in this process; return the recipe and the folder of the run."""
     options = parse_train_arguments(list(words))
-    if options.plan:
-        answers = "python -m pretraining.planning answers, or train.py --plan --json"
-        raise UserError(f"plan: a plan starts no run; {answers}")
+    if options.plan or options.rehearse:
+        answers = "python -m pretraining.planning answers, or train.py --plan or --rehearse with --json"
+        raise UserError(f"plan and rehearse: start no run; {answers}")
     typed = options.recipe, options.set, options.deepspeed
     recipe, _ = load_recipe_and_ds_config(*typed, limit_tokens=options.limit_tokens)
     return recipe, Path(options.output_dir or WORKPLACE / "runs" / recipe.name)
@@ -175,6 +184,8 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     """Write keywords as a command's options: `force=True` as --force, a list as an option that is repeated."""
     words = []
     for name, value in options.items():
+        if name == "help":
+            raise UserError("help: ask in a shell: python train.py --help, or data_prep.py")
         values = value if isinstance(value, list | tuple) else [value]
         if name in ("set", "slurm"):
             values = settings_of(value)

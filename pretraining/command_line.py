@@ -16,6 +16,7 @@ import inspect
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -85,6 +86,30 @@ def add_recipe_arguments(parser: argparse.ArgumentParser, remote_data: bool = Fa
         add("--data_dir", type=_local_folder, default=WORKPLACE / "data", metavar="DIR", help=what)
 
 
+def quoted_words(text: str) -> str:
+    """Return the words of a command as they were typed; refuse a quote that is not closed."""
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {str(error).lower()}") from error
+    return text
+
+
+def add_launcher(parser: argparse.ArgumentParser) -> None:
+    """Add `--launcher` of a command that starts runs."""
+    what = 'what starts the ranks: "deepspeed --num_gpus=8"'
+    parser.add_argument("--launcher", type=quoted_words, default="", metavar="WORDS", help=what)
+
+
+def add_resuming_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--resume` and `--allow_change` of a command that continues runs."""
+    what = "continue from the newest committed checkpoint (default), start over, or from this one"
+    parser.add_argument("--resume", type=_not_empty, default="auto", metavar="auto|never|PATH|URL", help=what)
+    what = "go on although this part of the recipe is not what the run began with (repeatable; recorded)"
+    allowed = {"type": _part_of_the_curve, "default": [], "metavar": "SECTION.KEY"}
+    parser.add_argument("--allow_change", action="append", help=what, **allowed)
+
+
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add `--trust_extensions` of a command that may run the code in a run folder."""
     what = "run the Python code in the run's folder (its model, its metrics), which it asks for"
@@ -152,11 +177,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     by_accelerate = as_typed(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")) or None
     add("--deepspeed", metavar="NAME|PATH", default=by_accelerate, help=what)
     add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
-    what = "continue from the newest committed checkpoint (default), start over, or from this one"
-    add("--resume", type=_not_empty, default="auto", metavar="auto|never|PATH|URL", help=what)
-    what = "go on although this part of the recipe is not what the run began with (repeatable; recorded)"
-    allowed = {"type": _part_of_the_curve, "default": [], "metavar": "SECTION.KEY"}
-    add("--allow_change", action="append", help=what, **allowed)
+    add_resuming_arguments(parser)
     what = "start data_prep.py's work too, and train on the text that is prepared so far; "
     what += "the curve is that of preparing first (the recipe needs data.shuffle_blocks)"
     add("--while_preparing", action="store_true", help=what)

@@ -32,7 +32,9 @@ class MeetingPoint:
     """The store in which nodes meet. A command that comes again meets anew, whatever became of the one before."""
 
     def __init__(self, port: int, forget_seconds: float = FORGET_SECONDS) -> None:
-        """Raises `UserError` if the port is taken."""
+        """Raises `UserError` if the port is taken, or none."""
+        if port > 65535:
+            raise UserError(f"--port {port}: is no port; they end at 65535")
         from torch.distributed import DistNetworkError, TCPStore  # only here: `--help` answers at once
 
         try:

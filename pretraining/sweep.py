@@ -22,7 +22,13 @@ from typing import Any
 
 from pretraining.api import REASONS, CommandFailed, checked_run, run, words_of
 from pretraining.checkpoints.folders import refuse_foreign_files
-from pretraining.command_line import OneLineParser, add_recipe_arguments, named_path
+from pretraining.command_line import (
+    OneLineParser,
+    add_launcher,
+    add_recipe_arguments,
+    named_path,
+    quoted_words,
+)
 from pretraining.errors import UserError, one_line_errors
 from pretraining.outside.files import read_json_value
 from pretraining.outside.masking import as_json
@@ -78,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     jobs, failures, code = known_jobs(folder), {}, FINISHED
     if not options.show:
         if options.slurm is not None:
-            submit(points, options.slurm, options.launcher, jobs)
+            submit(points, options.slurm, folder, jobs)
         else:
             with redirect_stdout(sys.stderr if options.json else sys.stdout):
                 code = train_all(points, options.launcher, failures)
@@ -102,18 +108,15 @@ def points_of(options: argparse.Namespace, recipe: Recipe, folder: Path) -> list
         if doubles := [value for value in values if values.count(value) > 1]:
             raise UserError(f"--over {key}: the value {doubles[0]} is there twice")
     shown = _short_keys(keys)
-    # a job begins in another folder
-    source = str(Path(options.recipe).absolute()) if options.recipe.endswith(".json") else options.recipe
-    data = options.data_dir.absolute() if isinstance(options.data_dir, Path) else options.data_dir
     points, seen = [], {}
     for values in itertools.product(*(values for _, values in over)):
         settings = dict(zip(keys, values, strict=True))
         name = _folder_name([f"{shown[key]}={value}" for key, value in settings.items()])
         texts = [*options.set, *(f"{key}={value}" for key, value in settings.items())]
         texts.append(f"name={json.dumps(f'{recipe.name}-{name}')}")
-        passed_on = ("deepspeed", "limit_tokens", "data_cache", "data_cache_gb", "force")
-        given = {"recipe": source, "set": texts, "data_dir": data, "output_dir": folder.absolute() / name}
-        given |= {key: getattr(options, key) for key in passed_on if getattr(options, key)}
+        names = ("recipe", "deepspeed", "limit_tokens", "data_dir", "data_cache", "data_cache_gb", "force")
+        given = {key: getattr(options, key) for key in names if getattr(options, key)}
+        given |= {"set": texts, "output_dir": folder.absolute() / name}
         point, _ = checked_run(words_of(given))
         # 1e-3 is 0.001, and the name decides nothing
         curve = json.dumps({**point.to_dict(), "name": None}, sort_keys=True)
@@ -176,31 +179,39 @@ def train_all(
         began = RunFolder(point.folder).recipe.exists()
         try:
             begin(point)
-            reason = run(launcher=launcher, **point.options).exit_reason
+            result = run(launcher=launcher, **point.options)
         except (UserError, CommandFailed) as error:
             failures[point.folder.name] = f"{error}{ANOTHER_SWEEP if began else ''}"
             print(f"{title}: failed: {error}", flush=True)
             continue
-        if reason == REASONS[STOPPED]:
+        if result.exit_reason not in (REASONS[FINISHED], REASONS[STOPPED]):
+            failures[point.folder.name] = result.exit_reason
+        if result.stop_asked or result.exit_reason == REASONS[STOPPED]:
             print("stopped; the same command goes on", flush=True)
             return STOPPED
-        if reason != REASONS[FINISHED]:
-            failures[point.folder.name] = reason
     return FINISHED
 
 
-def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: dict[str, str]) -> None:
-    """Submit a job for each point neither finished nor queued; ids go into `jobs`. `UserError` if sbatch cannot."""
+def submit(points: Sequence[Point], sbatch_options: str, folder: Path, jobs: dict[str, str]) -> None:
+    """Submit a job for each point neither finished nor queued; `UserError` if sbatch cannot.
+
+    jobs: {point: id}; each new one is kept in `folder` at once, so that it is not submitted again after a kill.
+    """
+
+    def absolute(value: Any) -> Any:
+        # a job begins in another folder
+        is_path = isinstance(value, Path) or (isinstance(value, str) and value.endswith(".json"))
+        return Path(value).absolute() if is_path else value
+
     for point in points:
         name = point.folder.name
         if point.is_finished or _is_queued(jobs.get(name)):
             continue
         # launch/slurm.sh adds --output_dir itself
-        words = words_of({key: value for key, value in point.options.items() if key != "output_dir"})
+        given = {key: absolute(value) for key, value in point.options.items() if key != "output_dir"}
         command = ["sbatch", "--parsable", *shlex.split(sbatch_options), f"--job-name={point.recipe.name}"]
-        command += [str(REPOSITORY / "launch" / "slurm.sh"), *words]
-        variables = {"RUN": str(point.folder.absolute())} | ({"LAUNCHER": launcher} if launcher else {})
-        settings: dict = {"env": os.environ | variables, "cwd": WORKPLACE}
+        command += [str(REPOSITORY / "launch" / "slurm.sh"), *words_of(given)]
+        settings: dict = {"env": os.environ | {"RUN": str(point.folder.absolute())}, "cwd": WORKPLACE}
         try:
             done = subprocess.run(command, capture_output=True, text=True, **settings)
         except FileNotFoundError:
@@ -210,6 +221,8 @@ def submit(points: Sequence[Point], sbatch_options: str, launcher: str, jobs: di
             raise UserError(f"--slurm: sbatch refused {name}: {done.stderr.strip()}")
         jobs[name] = done.stdout.strip().partition(";")[0]
         print(f"submitted {name}: job {jobs[name]}", file=sys.stderr, flush=True)
+        kept = read_json_value(folder / JOBS) if (folder / JOBS).exists() else {}
+        write_json(folder / JOBS, kept | {"jobs": jobs})
 
 
 def _is_queued(job: str | None) -> bool:
@@ -223,9 +236,11 @@ def known_jobs(folder: Path) -> dict[str, str]:
     if not (folder / JOBS).exists():
         return {}
     try:
-        points = read_json_value(folder / JOBS)["points"]
-        return {Path(point["folder"]).name: point["job"] for point in points if point["job"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kept = read_json_value(folder / JOBS)
+        # an earlier version kept those of its points alone
+        points = {Path(each["folder"]).name: each["job"] for each in kept.get("points", ()) if each["job"]}
+        return points | kept.get("jobs", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = "is not that of a sweep or a ladder; move it away, or choose another --output_dir"
         raise UserError(f"{folder / JOBS}: {what}") from error
 
@@ -258,7 +273,9 @@ def answer_of(
             best = row
     logged = [point.folder for point in points if RunFolder(point.folder).metrics.exists()]
     report = str(write_report(logged, folder / "report.html")) if logged else None
-    return {"metric": metric, "best": best and best["folder"], "report": report, "points": rows}
+    # among the jobs are those of other values, which an earlier command has submitted
+    answer = {"metric": metric, "best": best and best["folder"], "report": report}
+    return {**answer, "points": rows, "jobs": jobs}
 
 
 def as_text(answer: dict) -> str:
@@ -291,10 +308,21 @@ def as_text(answer: dict) -> str:
 def add_starting_arguments(parser: argparse.ArgumentParser, run: str) -> None:
     """Add the options of how runs start. run: what --slurm submits a job for, in words."""
     add = parser.add_argument
-    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
+    add_launcher(parser)
     what = f"submit launch/slurm.sh for {run}, with these options of sbatch"
-    add("--slurm", nargs="?", const="", metavar="OPTIONS", help=what)
+    add("--slurm", nargs="?", type=quoted_words, const="", metavar="OPTIONS", help=what)
     add("--force", action="store_true", help="go on where the plan says that a run does not fit")
+
+
+def check_starting_arguments(options: argparse.Namespace, modes: Sequence[str]) -> None:
+    """Refuse options that contradict each other. modes: options with which nothing is started."""
+    given = [name for name in modes if getattr(options, name)]
+    if len(given) > 1 or (given and options.slurm is not None):
+        others = ", ".join(f"--{name}" for name in (*modes, "slurm"))
+        raise UserError(f"--{given[0]}: starts nothing; leave out the other of {others}")
+    if options.slurm is not None and options.launcher:
+        what = "launch/slurm.sh starts the ranks of a job itself, one for each GPU; leave it out"
+        raise UserError(f"--launcher: {what}")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -312,8 +340,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--show", action="store_true", help="print the table as it is now, and start nothing")
     add("--json", action="store_true", help="the table as JSON; runs print on stderr")
     options = parser.parse_args(arguments)
-    if options.show and options.slurm is not None:
-        raise UserError("--show: starts nothing, so --slurm says nothing; leave one out")
+    check_starting_arguments(options, ("show",))
     return options
 
 

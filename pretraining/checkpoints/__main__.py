@@ -261,6 +261,8 @@ class Branch:
 
         if options.min_lr_ratio > 1:
             raise UserError(f"--min_lr_ratio {options.min_lr_ratio:g}: the rate is to fall; give 1 at most")
+        if options.min_lr_ratio and not options.decay:
+            raise UserError("--min_lr_ratio: without --decay the rate stays; add that, or leave this out")
         # Every byte is verified before anything is written.
         checkpoint = whole_checkpoint(options.run, options.at, "--at")
         step, run = step_of(checkpoint), checkpoint.absolute().parent

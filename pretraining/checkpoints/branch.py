@@ -6,7 +6,6 @@ A stage is a decay of the rate (Hu et al. 2024; Hägele et al. 2024), a longer c
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,13 @@ from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.recipe.piecewise import placed
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import DECAYING, SCHEDULE_FREE, STABLE
-from pretraining.runtime.durable_files import append_row, flush_folder, read_rows, write_json
+from pretraining.runtime.durable_files import (
+    append_row,
+    flush_folder,
+    read_rows,
+    replacing_folder,
+    write_json,
+)
 from pretraining.runtime.run_folder import RunFolder, step_in_name
 from pretraining.schema import display_path, problem, read_json, suggestion
 
@@ -49,11 +54,9 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
     complete or not at all. Raises `UserError` if the rate is not stable at that step, the step's size still rises, a
     setting is wrong, or the checkpoint could not be loaded with it.
     """
-    marker, folder = read_marker(checkpoint), output.absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    # Beside `output`, so that the rename at the end stays on one file system.
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=folder) as unfinished:
-        run = RunFolder(Path(unfinished) / output.name)
+    marker = read_marker(checkpoint)
+    with replacing_folder(output.absolute(), is_new=True) as unfinished:
+        run = RunFolder(unfinished)
         # Both recipes are read from this file, so that the message for a wrong setting names it as in a recipe.
         write_json(run.recipe, {**marker["recipe"], "name": output.name})
         if (own := RunFolder(checkpoint.parent).extensions).is_dir():
@@ -83,8 +86,6 @@ def branch(checkpoint: Path, stage: StageChanges, output: Path) -> dict:
             except OSError:  # another file system, or one without links
                 shutil.copy2(checkpoint / name, place)
         flush_folder(target)
-        run.path.rename(output)
-    flush_folder(folder)
     return recipe
 
 

@@ -311,18 +311,19 @@ def reshard(folder: Path, target_folder: Path, num_files: int) -> None:
     reader, marker = CheckpointReader(folder), read_marker(folder)
     loss = mean_running_loss(folder, range(reader.ranks), reader.ranks)
     kept = {"running_loss": loss} if loss else {}
-    target_folder.mkdir(parents=True)
-    copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
-    for name in copied:
-        shutil.copyfile(folder / name, target_folder / name)
-    for index in range(num_files):
-        name = rank_file(index, num_files)
-        files = {name: _write_share(reader, target_folder / name, index, num_files)}
-        files |= {each: file_entry(target_folder / each) for each in copied if index == 0}
-        write_receipt(target_folder, index, num_files, files, **kept)
-    own = ("format", "checksum", "files", "ranks")  # they describe the marker's files and not the run
-    content = {key: value for key, value in marker.items() if key not in own}
-    commit_checkpoint(target_folder, {**content, "ranks": num_files})
+    with replacing_folder(target_folder, is_new=True) as partial:
+        partial.mkdir(parents=True)
+        copied = [name for name in (STATE_FILE, TRAINER_STATE_NAME) if (folder / name).exists()]
+        for name in copied:
+            shutil.copyfile(folder / name, partial / name)
+        for index in range(num_files):
+            name = rank_file(index, num_files)
+            files = {name: _write_share(reader, partial / name, index, num_files)}
+            files |= {each: file_entry(partial / each) for each in copied if index == 0}
+            write_receipt(partial, index, num_files, files, **kept)
+        own = ("format", "checksum", "files", "ranks")  # they describe the marker's files and not the run
+        content = {key: value for key, value in marker.items() if key not in own}
+        commit_checkpoint(partial, {**content, "ranks": num_files})
 
 
 def _write_share(reader: CheckpointReader, path: Path, index: int, num_files: int) -> dict:

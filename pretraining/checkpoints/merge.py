@@ -63,6 +63,8 @@ class Merge:
 
         command: what measures the result.
         """
+        if options.data_cache is not None and not options.validate:
+            raise UserError("--data_cache: goes with --validate: add that, or leave it out")
         run, parts = run_of(options.run), self._parts(options)
         shares = [1 / len(parts)] * len(parts)
         if options.weights is not None:
@@ -101,7 +103,7 @@ class Merge:
         entries = reversed(catalogue(run_of(options.run)))
         there = {each["step"]: each for each in entries if each["state"] in (COMMITTED, WEIGHTS_ONLY)}
         newest_first, known = sorted(there, reverse=True), ", ".join(map(str, sorted(there))) or "none"
-        if options.steps:
+        if options.steps is not None:
             words = options.steps.split(",")
             wanted = {int(word) for word in words if word.strip().isdecimal()}
             if len(wanted) < len(words) or not wanted <= there.keys():
@@ -128,7 +130,7 @@ class Merge:
         command += ["--trust_extensions"] if options.trust_extensions else []
         try:
             # its warnings are not shown: if it fails, its error is
-            said = call(command, captured=True, show=lambda line: None)
+            said, _ = call(command, captured=True, show=lambda line: None)
         except CommandEnded as error:
             raise UserError(f"{folder}: is written, and could not be measured: {error.reason}") from error
         return json.loads(said.splitlines()[-1])["loss"]

@@ -50,12 +50,7 @@ class Push:
         files |= {run.report.name: run.report} if run.report.is_file() else {}
         size = sum(path.stat().st_size for path in files.values())
         found = {"to": to, "files": len(files), "bytes": size, "names": sorted(files)}
-        refuse_slips(to, "push")
-        at_hub = not (is_remote(to) or to.startswith(("/", ".", "~")))
-        if at_hub:
-            check_repo_id(to)
-        elif not is_remote(to) and os.path.lexists(to) and not Path(to).is_dir():
-            raise UserError(f"push: {to}: is no folder; choose another place")
+        at_hub = is_at_hub(to)
         if options.dry_run:
             return {**found, "sent": [], "url": None}
         return found | (to_hub(files, to, options.private) if at_hub else to_store(files, to))
@@ -65,6 +60,17 @@ class Push:
         if answer["url"] is None:
             return "\n".join([f"would publish {head}, to {answer['to']}", *answer["names"]])
         return f"{head}: {answer['url']} ({len(answer['sent'])} sent)"
+
+
+def is_at_hub(to: str) -> bool:
+    """Return whether `push` sends to a repository of the hub; `UserError` for a place that cannot be."""
+    refuse_slips(to, "push")
+    if not (is_remote(to) or to.startswith(("/", ".", "~"))):
+        check_repo_id(to)
+        return True
+    if not is_remote(to) and os.path.lexists(to) and not Path(to).is_dir():
+        raise UserError(f"push: {to}: is no folder; choose another place")
+    return False
 
 
 def to_hub(files: dict[str, Path], repo_id: str, private: bool) -> dict:

@@ -32,7 +32,13 @@ from pretraining.runtime.exit_codes import FINISHED
 from pretraining.runtime.installation import WORKPLACE
 from pretraining.runtime.table import Column, write_table
 from pretraining.schema import listed
-from pretraining.sweep import JOBS, add_starting_arguments, known_jobs, submit, train_all
+from pretraining.sweep import (
+    add_starting_arguments,
+    check_starting_arguments,
+    known_jobs,
+    submit,
+    train_all,
+)
 
 EXAMPLES = """examples:
   python -m pretraining.ladder tiny --up_to 0.1 --plan
@@ -143,9 +149,7 @@ def _start(
     ready = [rung for rung in rungs if not rung.begins or rung.trunk in whole]
     for rung in ready:
         rung.branch_off()
-    submit(ready, options.slurm, options.launcher, jobs)
-    rows = [{"folder": str(folder / name), "job": job} for name, job in jobs.items()]
-    write_json(folder / JOBS, {"points": rows})
+    submit(ready, options.slurm, folder, jobs)
     return FINISHED
 
 
@@ -213,10 +217,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--against", type=named_path, metavar="LADDER", help=what)
     add("--json", action="store_true", help="the answer as JSON; runs print on stderr")
     options = parser.parse_args(arguments)
-    modes = [name for name in ("plan", "commands", "show") if getattr(options, name)]
-    if len(modes) > 1 or (modes and options.slurm is not None):
-        what = "starts nothing; leave out the other of --plan, --commands, --show, --slurm"
-        raise UserError(f"--{modes[0]}: {what}")
+    check_starting_arguments(options, ("plan", "commands", "show"))
     if max(options.sizes, options.points) > 40:
         raise UserError(f"--sizes {options.sizes}, --points {options.points}: at most 40 of each")
     if options.up_to > 1:

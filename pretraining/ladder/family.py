@@ -18,6 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from pretraining.api import words_of
 from pretraining.checkpoints.branch import StageChanges, branch
 from pretraining.checkpoints.folders import damage
 from pretraining.errors import UserError
@@ -440,8 +441,7 @@ def commands_of(rungs: Sequence[Rung], launcher: str) -> list[str]:
             made += ["--decay", kind, "--steps", rung.steps, "--min_lr_ratio", ratio, "--output", rung.folder]
             words.append(shlex.join(map(str, made)))
         start = shlex.split(launcher) or ["python"]
-        given = [word for key, value in rung.options.items() for word in (f"--{key}", str(value))]
-        words.append(as_typed(shlex.join([*start, "train.py", *given])))
+        words.append(as_typed(shlex.join([*start, "train.py", *words_of(rung.options)])))
     return [" && ".join(words) for words in lines.values()]
 
 

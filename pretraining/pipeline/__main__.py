@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pretraining.checkpoints.folders import refuse_foreign_files
 from pretraining.command_line import (
     OneLineParser,
+    add_launcher,
     add_recipe_arguments,
+    add_resuming_arguments,
     named_path,
     not_negative_integer,
     positive_integer,
@@ -69,6 +71,9 @@ def main(arguments: list[str] | None = None) -> int:
 def run_steps(pipeline: Pipeline, names: tuple[str, ...], rows: list[dict]) -> int:
     """Run the steps in order until one ends badly; each adds a row. Returns the exit code."""
     for name in names:
+        if pipeline.stop_asked:
+            pipeline.say(name, "not begun: stopped on request; the same command goes on")
+            return STOPPED
         step = STEPS[name](pipeline)
         look = step.look()
         row: dict = {"step": name, "state": "runs" if look.runs else look.state, "why": look.why}
@@ -122,7 +127,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
     add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
-    add("--launcher", default="", metavar="WORDS", help='what starts the ranks: "deepspeed --num_gpus=8"')
+    add_launcher(parser)
     what = "ranks that are planned for (default: what --launcher says, else 1)"
     add("--world_size", type=positive_integer, metavar="N", help=what)
     add("--gpu", metavar="NAME", help="planned for, as H100 (default: the GPU of this machine)")
@@ -135,8 +140,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--private", action="store_true", help="with --publish: a new repository is private")
     what = "how often a crash or hang of training is started again (default: 3)"
     add("--restarts", type=not_negative_integer, default=3, metavar="N", help=what)
-    add("--resume", default="auto", metavar="auto|never|PATH|URL", help="of train.py")
-    add("--allow_change", action="append", default=[], metavar="SECTION.KEY", help="of train.py")
+    add_resuming_arguments(parser)
     what = "make anew a data set or an unfinished run that differs from the recipe; the old one is kept beside it"
     add("--replace", action="store_true", help=what)
     add("--force", action="store_true", help="go on where the plan says that the run does not fit")

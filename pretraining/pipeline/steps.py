@@ -20,6 +20,7 @@ from typing import IO, Any, ClassVar
 from pretraining.api import train_command, words_of
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import file_entry, read_marker
+from pretraining.checkpoints.publish import is_at_hub
 from pretraining.data.checksums import digest_of
 from pretraining.data.corpus import open_sources
 from pretraining.data.manifest import deciding_section, num_shard_bytes, read_manifest
@@ -68,10 +69,13 @@ class Pipeline:
             options.recipe, options.set, options.deepspeed, self.world_size, options.limit_tokens
         )
         read_slurm_options(options.slurm)
+        if options.publish is not None:
+            is_at_hub(options.publish)
         self.gpu = options.gpu or (gpus.known.name if gpus.known else None)
         self.run = RunFolder(options.output_dir or WORKPLACE / "runs" / self.recipe.name)
         self.data_folder = options.data_dir / self.recipe.data.name
         self.record = Record(self.run)
+        self.stop_asked = False  # during a step that has ended well nevertheless
 
     @property
     def recipe_words(self) -> list[str]:
@@ -92,7 +96,9 @@ class Pipeline:
         """Run a command of a step to its end; `CommandEnded` with its exit code. captured: return what it printed."""
 
         show = partial(print, end="", file=self.output, flush=True)
-        return call(list(command), captured, None if self.output is None else show)
+        answer, asked = call(list(command), captured, None if self.output is None else show)
+        self.stop_asked |= asked
+        return answer
 
     def say(self, name: str, text: str) -> None:
         print(f"{name:<9} {text}", file=self.output, flush=True)

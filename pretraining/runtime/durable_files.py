@@ -32,8 +32,11 @@ def replacing(path: Path, mode: str = "w") -> Iterator[IO]:
 
 
 @contextmanager
-def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill; if the block ends without an error, it takes the place of `folder`, else it goes."""
+def replacing_folder(folder: Path, is_new: bool = False) -> Iterator[Path]:
+    """Yield a folder to fill; if the block ends without an error, it takes the place of `folder`, else it goes.
+
+    is_new: no such folder is there; if one comes meanwhile, it stays (`OSError`).
+    """
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of an attempt that was killed
     try:
@@ -41,7 +44,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
+    if not is_new:
+        shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     flush_folder(folder.parent)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from pretraining.runtime.exit_codes import INTERRUPTED, STOPPED, SUPERVISOR, supervisor_file, tell_exit_code
 from pretraining.runtime.run_folder import STARTS, RunFolder, read_events
@@ -125,12 +125,19 @@ class CommandEnded(Exception):
         self.code, self.reason, self.lines = code, reason, lines
 
 
-def call(command: list[str], captured: bool = False, show: Callable[[str], None] | None = None) -> str:
+class Answer(NamedTuple):
+    """What a command that ended well has printed, and whether it was asked to stop, which came too late for it."""
+
+    text: str
+    stop_asked: bool
+
+
+def call(command: list[str], captured: bool = False, show: Callable[[str], None] | None = None) -> Answer:
     """Run a command to its end; a signal that asks this process to stop is passed on to the command.
 
     captured: return its stdout instead of showing it. show: gets each line of its stdout and stderr; None: they are
     those of this process, with bars that move. Raises `CommandEnded` with the command's exit code, and its last lines
-    of stderr if `show` is given.
+    of stderr if `show` is given; with `STOPPED` if a signal that was passed on has ended it.
     """
     settings: dict = {"env": os.environ | environment(), "text": True, "errors": "replace"}
     stdout = subprocess.PIPE if captured or show else None
@@ -145,20 +152,28 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
             show(line)
 
     last: deque[str] = deque(maxlen=LINES_KEPT)
+    asked: list[int] = []
+
+    def pass_on(number: int, frame) -> None:
+        asked.append(number)
+        # looks first whether the command has ended
+        process.send_signal(number)
+
     with handlers_kept() as may_set:
         for number in ASKING if may_set else ():
-            # `send_signal` looks first whether the command has ended
-            signal.signal(number, lambda number, frame: process.send_signal(number))
+            signal.signal(number, pass_on)
         reader = threading.Thread(target=read, args=(process.stderr, last), daemon=True)
         reader.start()
         answer = process.stdout.read() if captured else ""
         read(process.stdout, deque(maxlen=1))
         code = process.wait()
         reader.join()
+    code = 128 - code if code < 0 else code
+    if code - 128 in asked and code != INTERRUPTED:
+        raise CommandEnded(STOPPED, "stopped on request", last)
     if code:
-        code = 128 - code if code < 0 else code
         raise CommandEnded(code, error_line(last) or f"exit code {code}", last)
-    return answer
+    return Answer(answer, bool(asked))
 
 
 def error_line(lines: Iterable[str]) -> str | None:

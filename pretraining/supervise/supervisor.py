@@ -176,7 +176,9 @@ class Supervisor:
         if told is not None:
             return told
         # a launcher that ended well before its ranks did not see how they ended
-        return CRASH if outlived and code == FINISHED else code
+        if outlived and code == FINISHED:
+            return CRASH
+        return 128 - code if code < 0 else code  # as a shell tells the signal that ended it
 
     def wait(self, seconds: float) -> None:
         """Wait until the next start, or until a request to stop, after which there is none."""

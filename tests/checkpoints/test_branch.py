@@ -257,3 +257,14 @@ def test_a_step_without_a_checkpoint_and_a_folder_that_is_there(tmp_path):
     said = "no committed checkpoint of step 700; there are those of 800"
     assert said in refusal(main, [*words, "--at", "700"])
     assert "is there already" in refusal(main, [*words, "--output", str(run)])
+    stays = ["branch", str(run), "--steps", "10", "--min_lr_ratio", "0.1"]
+    assert "without --decay the rate stays" in refusal(main, stays)
+
+
+def test_a_killed_branch_leaves_nothing_that_the_next_one_keeps(tmp_path, capsys):
+    """What it had linked would hold the disk after its checkpoint is gone."""
+    run = checkpoint_of(tmp_path, 800, *STABLE)
+    (tmp_path / "next.partial" / "checkpoint-800").mkdir(parents=True)
+    words = ("--decay", "linear", "--steps", 10, "--output", tmp_path / "next")
+    branched(run, *words, capsys=capsys)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "next"]

@@ -60,7 +60,10 @@ def test_the_command_writes_what_a_run_goes_on_from(workshop, tmp_path):
     source, target = whole.folder / "checkpoint-8", tmp_path / "target"
     verb = ["-m", "pretraining.checkpoints", "reshard", source, "--files", "2", "--to", target]
     words = ["forked", "0", *verb]
+    # of one that was killed
+    (tmp_path / "target.partial").mkdir()
     assert execute(words).code == 0 and damage(target) is None
+    assert not (tmp_path / "target.partial").exists()
     refused(execute(words), "is there already")
     # data and schedule go on after step 8 as its marker says, whatever the folder is called
     finished = completed(workshop.command(tmp_path / "run", "zero2", 2, more=("--resume", target)))

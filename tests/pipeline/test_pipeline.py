@@ -16,7 +16,7 @@ from pretraining.pipeline import steps
 from pretraining.pipeline.__main__ import main
 from pretraining.pipeline.steps import NAMES, ranks_of
 from pretraining.runtime.lock import lock_idle_run
-from pretraining.runtime.processes import CommandEnded, call
+from pretraining.runtime.processes import Answer, CommandEnded, call
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.object_store import BUCKET, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Workshop, completed, execute, refused
@@ -25,7 +25,7 @@ SHORT = ("budget.tokens=1024", "evaluation.sample_tokens=0", "training.report_to
 OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
 
 
-def forked(command: list[str], captured: bool = False, show: object = None) -> str:
+def forked(command: list[str], captured: bool = False, show: object = None) -> Answer:
     """`call`, but what imports torch is forked from a process that has done so; two ranks in place of a launcher."""
     if "pretraining.supervise" in command:
         command = command[command.index("pretraining.supervise") + 1 :]
@@ -35,7 +35,7 @@ def forked(command: list[str], captured: bool = False, show: object = None) -> s
     finished = execute(["forked", "2" if "deepspeed" in command else "0", *words])
     if finished.code:
         raise CommandEnded(finished.code, f"{finished.stdout}{finished.stderr}")
-    return finished.stdout
+    return Answer(finished.stdout, stop_asked=False)
 
 
 class Place:
@@ -139,6 +139,16 @@ def test_a_failed_training_repeats_no_preparation(place, monkeypatch):
     assert why["train"].endswith("holds no run yet")
 
 
+def test_a_stop_that_comes_too_late_for_a_step_begins_no_other(place, monkeypatch):
+    """The command of `prepare` ends well although it was asked to stop: nothing is trained, and 75 is returned."""
+    monkeypatch.setattr(steps, "call", lambda *words: forked(*words)._replace(stop_asked=True))
+    code, states, _ = place.pipeline()
+    assert code == 75 and states == {"plan": "done", "prepare": "done"}
+    monkeypatch.setattr(steps, "call", forked)
+    code, states, _ = place.pipeline("--until", "prepare")
+    assert code == 0 and set(states.values()) == {"up to date"}
+
+
 def test_a_refused_plan_is_one_line_and_nothing_is_written(tmp_path):
     places = ["--output_dir", tmp_path / "run", "--data_dir", tmp_path / "data"]
     command = [sys.executable, "-m", "pretraining.pipeline", "--recipe", "65b", "--gpu", "H100"]
@@ -168,6 +178,10 @@ def test_nothing_is_planned_beside_a_living_run(place):
         (["--private"], "goes with --publish"),
         (["--set", "training.learnin_rate=1"], "did you mean"),
         (["--slurm", "partitoin=cpu"], "did you mean 'partition'"),
+        # before hours of training, and not behind them
+        (["--publish", "a b/c"], "a b/c"),
+        (["--allow_change", "training.sede"], "did you mean 'training.seed'"),
+        (["--launcher", "deepspeed '--num_gpus=2"], "no closing quotation"),
     ],
 )
 def test_options_that_make_no_sense_are_one_line(words, said):
@@ -235,9 +249,9 @@ time.sleep(60)
 """
 PARENT = """
 import sys
-from pretraining.runtime.processes import CommandEnded, call
+from pretraining.runtime.processes import Answer, CommandEnded, call
 try:
-    call([sys.executable, "-c", sys.argv[1]])
+    print(call([sys.executable, "-c", sys.argv[1]]))
 except CommandEnded as ended:
     print("ended with", ended.code)
 """
@@ -251,6 +265,20 @@ def test_a_request_to_stop_reaches_the_command_of_the_step(number):
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.stdout.readline() == "ended with 75\n"
+
+
+@pytest.mark.parametrize(
+    "handler, said",
+    [("signal.SIG_DFL", "ended with 75"), ("lambda *_: sys.exit()", "Answer(text='', stop_asked=True)")],
+)
+def test_a_command_that_has_no_word_for_a_stop_was_stopped_too(handler, said):
+    """The signal ends it: a stop and no failure. It ends well nevertheless: whoever asked is told."""
+    child = CHILD.format(int(signal.SIGTERM)).replace("lambda *_: sys.exit(75)", handler)
+    command = [sys.executable, "-u", "-c", PARENT, child]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == f"{said}\n"
 
 
 def test_the_same_steps_are_a_target_of_make():

@@ -1,6 +1,7 @@
 """`python -m pretraining.sweep`, and the same from Python: what runs, what is skipped, what is best."""
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -10,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pretraining.api import Prepared, RunResult, prepare, run, settings_of, words_of
+from pretraining.api import Prepared, RunResult, checked_run, prepare, run, settings_of, words_of
 from pretraining.errors import UserError
-from pretraining.sweep import _folder_name, _parsed, _short_keys, as_text
+from pretraining.sweep import Point, _folder_name, _parsed, _short_keys, as_text, train_all
 from tests.gear.finished_data import refusal
 from tests.gear.runs import REPOSITORY, Workshop, answer_of, completed, execute, forked_programs, refused
 
@@ -64,28 +65,55 @@ def test_jobs_are_submitted_once(workshop, tmp_path, monkeypatch):
     """With the folder, the launcher and the options of each point; a queued one is not submitted again."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    (commands / "sbatch").write_text(
-        '#!/bin/sh\necho "$RUN|$LAUNCHER|$@" >> "$CALLS"\necho 12$(wc -l < "$CALLS")\n'
-    )
-    (commands / "squeue").write_text("#!/bin/sh\n[ $3 = 121 ] && echo RUNNING || true\n")
+    (commands / "sbatch").write_text('#!/bin/sh\necho "$RUN|$@" >> "$CALLS"\necho 12$(wc -l < "$CALLS")\n')
+    (commands / "squeue").write_text("#!/bin/sh\n[ $3 = 121 -o $3 = 124 ] && echo RUNNING || true\n")
     for path in commands.iterdir():
         path.chmod(0o755)
     calls = tmp_path / "calls"
-    options = workshop.options("--output_dir", tmp_path / "sweep", *OVER, "--slurm=--nodes=1 --time=1:00:00")
-    (tmp_path / "sweep").mkdir()
+    options = workshop.options(
+        "--output_dir", tmp_path / "sweep", "--slurm=--nodes=1 --time=1:00:00", "--json"
+    )
     path = f"{commands}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    variables = {"CALLS": str(calls), "PATH": path}
     for _ in range(2):
-        done = completed([*SWEEP, *options, "--launcher", "x y", "--json"], CALLS=str(calls), PATH=path)
+        done = completed([*SWEEP, *options, *OVER], **variables)
     lines = calls.read_text().splitlines()
     # the job of the second point has left the queue without a run
     rates = ["learning_rate=0.01", "learning_rate=1e-3", "learning_rate=1e-3"]
     assert [Path(line.partition("|")[0]).name for line in lines] == rates
-    folder, launcher, words = lines[0].split("|")
-    assert folder == str(tmp_path / "sweep" / "learning_rate=0.01") and launcher == "x y"
+    folder, words = lines[0].split("|")
+    assert folder == str(tmp_path / "sweep" / "learning_rate=0.01")
     assert words.startswith("--parsable --nodes=1 --time=1:00:00 --job-name=small-learning_rate=0.01 ")
-    assert f"slurm.sh --recipe {workshop.recipe} --set training.learning_rate=0.01" in words
+    assert f"slurm.sh --recipe {workshop.recipe} " in words and " --set training.learning_rate=0.01" in words
     assert "--output_dir" not in words
     assert [point["state"] for point in answer_of(done.stdout)["points"]] == ["queued", "not begun"]
+    # jobs of other values are not forgotten; one that is refused afterwards takes no job's id with it
+    ds_config = os.path.relpath(REPOSITORY / "ds_configs" / "zero1.json")
+    other = ["--over", "training.seed=1,2", "--deepspeed", ds_config]
+    completed([*SWEEP, *options, *other], folder=Path.cwd(), **variables)
+    assert f"--deepspeed {REPOSITORY / 'ds_configs' / 'zero1.json'}" in calls.read_text().splitlines()[-1]
+    (commands / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    assert "sbatch refused learning_rate=1e-3" in execute([*SWEEP, *options, *OVER], **variables).stderr
+    jobs = {"learning_rate=0.01": "121", "learning_rate=1e-3": "123", "seed=1": "124", "seed=2": "125"}
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"] == jobs
+    refused(execute([*SWEEP, *options, *OVER, "--launcher", "deepspeed"]), "--launcher", "leave it out")
+
+
+def test_a_stop_that_comes_too_late_for_a_run_begins_no_other(workshop, tmp_path):
+    """Its ranks end well, or crash, although they were asked to stop; from Python a crash is an interrupt then."""
+    (stops := tmp_path / "stops.py").write_text(
+        "import os, signal, sys, time\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "sys.exit('crash' in ' '.join(sys.argv))\n"
+    )
+    points = []
+    for name in ("first", "second"):
+        given = {"recipe": workshop.recipe, "output_dir": tmp_path / name, "deepspeed": "null"}
+        points.append(Point({}, tmp_path / name, given, checked_run(words_of(given))[0]))
+    assert train_all(points, f"python {stops}", {}) == 75
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        run(workshop.recipe, launcher=f"python {stops}", output_dir=tmp_path / "crash")
+    assert "ended with exit code 1" in str(interrupted.value.__cause__)
 
 
 WRONG = {
@@ -131,6 +159,8 @@ def test_what_is_wrong_is_raised_with_the_line_of_the_command(workshop, tmp_path
     """In this process where it can be; else the command's own line, and nothing else."""
     assert "did you mean 'budget.tokens'" in refusal(run, "tiny", set={"budget.tokns": 1})
     assert "unrecognized arguments: --outputdir" in refusal(run, "tiny", outputdir=tmp_path)
+    assert "start no run" in refusal(run, "tiny", rehearse="here", world_size=2)
+    assert "python train.py --help" in refusal(run, "tiny", help=True)
     with pytest.raises(UserError, match=r"^.*data_prep\.py.*$"):
         run(workshop.recipe, data_dir=tmp_path, output_dir=tmp_path / "run", show=False)
     with pytest.raises(UserError, match="unknown key"):

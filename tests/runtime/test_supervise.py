@@ -125,6 +125,11 @@ def test_a_meeting_that_is_over_is_not_waited_for_in_vain(tmp_path, monkeypatch,
     assert "RendezvousClosedError" in said and "meeting by the next --rdzv_id" in said
 
 
+def test_a_command_that_a_signal_ended_has_the_code_of_a_shell():
+    words = ["--restarts", "0", "--", "sh", "-c", "kill -9 $$"]
+    assert execute([sys.executable, "-m", "pretraining.supervise", *words]).code == 128 + 9
+
+
 def test_an_unknown_command_is_one_line(tmp_path):
     finished = execute([sys.executable, "-m", "pretraining.supervise", "--", "deepsped", "train.py"])
     assert finished.code == USER_ERROR
