@@ -22,7 +22,7 @@ from pretraining.outside.masking import as_json
 from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.analysis import lost_words
 from pretraining.reporting.run_record import RunRecord
-from pretraining.runtime.failures import NO_MEMORY, Failure, kernel_faults, read_failures
+from pretraining.runtime.failures import NO_MEMORY, Failure, kernel_faults, read_failures, short
 from pretraining.runtime.heartbeat import gone_ranks, is_gone, read_place
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.run_folder import RunFolder, event_seconds, unix_seconds
@@ -117,12 +117,11 @@ def look_back(folder: Path) -> Postmortem:
     if standing.checkpoint and found.state not in ("finished", "running"):
         found.lost_steps = max(0, found.step - record.checkpoint_steps()[-1])
     if spent := record.wall_time():
-        found.time_lost, found.dollars = lost_words(spent), record.metrics.last("cost/dollars")
-        gpu_hours = record.metrics.last("cost/gpu_hours")
-        if gpu_hours and found.dollars is not None and spent.seconds:
+        found.time_lost, found.dollars = lost_words(spent), record.dollars(spent)
+        if found.dollars is not None and spent.seconds:
             # GPUs are paid for while a run starts again
             by_failures = sum(spent.lost[cause] for cause in ("restart", "hang", "rollback")) / spent.seconds
-            found.dollars_lost = found.dollars / gpu_hours * spent.rank_seconds / 3600 * by_failures
+            found.dollars_lost = found.dollars * by_failures
     if found.state in ("running", "silent") and not record.run.events.exists():
         found.state = "unknown"
         found.advice += [f"{record.run.events} is missing, which says how it ended: look in the run's store"]
@@ -316,12 +315,6 @@ class Evidence:
 
 def _first_of(failure: Failure) -> First:
     return First(failure.error, failure.where, failure.rank, failure.host, failure.time)
-
-
-def short(error: str) -> str:
-    """Return the first line of an error, at most 160 characters of it."""
-    line = error.partition("\n")[0]
-    return line if len(line) <= 160 else f"{line[:159]}…"
 
 
 def clock(when: float) -> str:

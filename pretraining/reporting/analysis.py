@@ -136,7 +136,8 @@ def analyze(record: RunRecord, track_record: Sequence[float] = ()) -> Analysis:
     found = Analysis(record.standing(), "not begun", track_record=list(track_record))
     found.mixture_note = record.mixture.get("validation_note")
     found.wall_time = record.wall_time()
-    found.dollars, found.dollars_at_end = map(record.metrics.last, ("cost/dollars", "cost/dollars_at_end"))
+    found.dollars = record.dollars(found.wall_time)
+    found.dollars_at_end = record.metrics.last("cost/dollars_at_end")
     found.foreseen = foreseen_of(record)
     _, validation = record.metrics.column("eval/loss")
     if np.isfinite(validation).any():
@@ -492,6 +493,7 @@ def standing_text(standing: Standing, now: float) -> str:
     continues += f"{f'from {standing.checkpoint}' if standing.checkpoint else 'it'}."
     return {
         "killed": f"Killed after {step}: none of its processes is left; it last wrote at {since}. {continues}",
+        "failed": f"Failed after {step}, {since}{reason}. Once that is mended, t{continues[1:]}",
         "stopped": f"Stopped at {step} since {since}{reason}. {continues}",
         "silent": f"Nothing was written since {since}, after {step}: it may have been killed. "
         "If no process of it is left, the same command without --resume continues it.",

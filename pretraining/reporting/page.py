@@ -243,8 +243,8 @@ def standing_of(record: RunRecord, standing: Standing, live: bool | None = None)
     reader's clock.
     """
     state = standing.state
-    # Only a process of the run writes a live page, so it runs: killed were the ranks of the start before.
-    quiet = state in ("running", "silent") or (live and state == "killed")
+    # Only a process of the run writes a live page, so it runs: killed, or failed, were the ranks of the start before.
+    quiet = state in ("running", "silent") or (live and state in ("killed", "failed"))
     return {
         "state": "running" if quiet else state,
         "since": standing.since,

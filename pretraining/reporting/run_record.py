@@ -1,6 +1,7 @@
 """A run folder as the report reads it: every file is optional but the metrics, and none is trusted to be whole."""
 
 import math
+import os
 import time
 from array import array
 from contextlib import suppress
@@ -16,6 +17,7 @@ from pretraining.outside.files import object_of, parse_json, read_json_value, re
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
+from pretraining.runtime.failures import read_failures, short
 from pretraining.runtime.heartbeat import gone_ranks
 from pretraining.runtime.lock import was_killed
 from pretraining.runtime.metric_names import PLACE, grouped
@@ -47,14 +49,14 @@ FIRST_LOOK = (160, 32 << 10)
 @dataclass(frozen=True)
 class Standing:
     state: str
-    """finished, stopped, hang or "gave up", from its last event. Without such an event: killed if its processes are
-    certainly gone, else running or silent, by the clock.
+    """finished, stopped, hang or "gave up", from its last event. Without such an event: failed if a rank wrote an error
+    since, killed if its processes are certainly gone, else running or silent, by the clock.
     """
     since: float
     """UNIX seconds of that event; without one, of what the run wrote last."""
     step: int
     reason: str = ""
-    """Who asked for a stop, or why it gave up."""
+    """Who asked for a stop, why it gave up, or the error."""
     checkpoint: str | None = None
     """The newest committed one in the run folder: the same command continues from it."""
 
@@ -209,14 +211,25 @@ class RunRecord:
             reason = str(last.get("reason") or last.get("why") or "")
             since = min(event_seconds(last), time.time())  # infinity if the event has no time
             return Standing(ENDINGS[last["event"]], since, last_step, reason, checkpoint)
-        killed = gone_ranks(self.run.heartbeats, event_seconds(last) if last else 0.0, or_none=True)
+        began = event_seconds(last) if last else 0.0
+        killed = gone_ranks(self.run.heartbeats, began, or_none=True)
         quiet_seconds = (time.time() if now is None else now) - self.last_written
         state = "silent" if quiet_seconds > self.silent_after else "running"
         # certain, and so before the clock, which can only suspect it; by the lock, before its ranks had heartbeats
         if killed or was_killed(self.run.path):
             state = "killed"
         step = int(max([self.newest_step, *(place.step for place in killed)]))
+        errors = [each for each in read_failures(self.run) if each.time >= began and not each.is_consequence]
+        if errors:
+            return Standing("failed", errors[0].time, step, short(errors[0].error), checkpoint)
         return Standing(state, self.last_written, step, checkpoint=checkpoint)
+
+    def dollars(self, spent: WallTime | None) -> float | None:
+        """Return what it has cost so far, the time after its last row included; None if no price is known."""
+        dollars, gpu_hours = map(self.metrics.last, ("cost/dollars", "cost/gpu_hours"))
+        if dollars is None or not gpu_hours or spent is None:
+            return dollars
+        return dollars / gpu_hours * spent.rank_seconds / 3600
 
     def checkpoint_steps(self) -> list[int]:
         return sorted(map(step_in_name, self.run.committed()))
@@ -291,7 +304,8 @@ class MetricsFile:
         self._forget()
 
     def _forget(self) -> None:
-        self.offset, self.inode, self.broken_lines, self.is_excerpt = 0, None, 0, False
+        self.offset, self.broken_lines, self.is_excerpt = 0, 0, False
+        self.last_line = b""
         self.steps, self.times = array("d"), array("d")
         # arrays, not lists: 16 bytes a value, so that a million rows fit
         self.columns: dict[str, tuple[array, array]] = {}  # name -> (row numbers, values)
@@ -300,19 +314,19 @@ class MetricsFile:
     def read(self) -> None:
         if not self.path.is_file():
             return
-        status = self.path.stat()
-        # another file under this name, or rows cut off its end
-        if status.st_ino != self.inode or status.st_size < self.offset:
-            self._forget()
-            self.inode = status.st_ino
         with open(self.path, "rb", opener=regular) as file:
+            # Another file under this name, or other rows in it: not by its inode, which a new file may have again.
+            file.seek(self.offset - len(self.last_line))
+            if file.read(len(self.last_line)) != self.last_line:
+                self._forget()
             if self.excerpt is not None and not self.offset:
-                self._read_blocks(file, status.st_size, *self.excerpt)
+                self._read_blocks(file, file.seek(0, os.SEEK_END), *self.excerpt)
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # being written, or never finished
                 self.offset += len(line)
+                self.last_line = line
                 self._add(line)
 
     def _read_blocks(self, file: BinaryIO, size: int, blocks: int, block_bytes: int) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import socket
+import sysconfig
 import time
 import traceback
 from collections.abc import Iterator
@@ -123,6 +124,7 @@ def failing_gpus(log: Path = LOG) -> list[tuple[str, int]]:
     return sorted({(_XID.search(fault.text)["gpu"], fault.xid) for fault in faults})
 
 
+_LIBRARIES = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]
 LONGEST_ERROR, LONGEST_TRACEBACK = 2000, 20_000  # characters; of a traceback the end is kept
 
 ENDED_BY_LAUNCHER = "ended by its launcher, because another rank of its machine was gone"
@@ -152,6 +154,12 @@ class Failure:
         return not self.expected and bool(_CONSEQUENCES.search(self.error))
 
 
+def short(error: str) -> str:
+    """Return the first line of an error, at most 160 characters of it."""
+    line = error.partition("\n")[0]
+    return line if len(line) <= 160 else f"{line[:159]}…"
+
+
 @contextmanager
 def kept_failure(run: RunFolder) -> Iterator[None]:
     """Write an error that ends the block into the run folder, on the rank that meets it.
@@ -167,15 +175,22 @@ def kept_failure(run: RunFolder) -> Iterator[None]:
             said = masked(str(error) if expected else f"{type(error).__name__}: {error}")[:LONGEST_ERROR]
             text = masked("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:]
 
-            # the innermost frame that is ours; else the innermost of all
+            # the innermost frame that is ours or an extension's; else the innermost of all
             frames, where = traceback.extract_tb(error.__traceback__), ""
-            ours = [frame for frame in frames if PACKAGE in Path(frame.filename).parents]
+            ours = [frame for frame in frames if not _of_a_library(frame.filename)]
             if frames:
                 frame = (ours or frames)[-1]
-                name = Path(frame.filename).relative_to(PACKAGE.parent) if ours else frame.filename
+                path = Path(frame.filename)
+                name = path.relative_to(PACKAGE.parent) if PACKAGE in path.parents else path
                 where = f"{name}:{frame.lineno} in {frame.name}"
             _keep(run, said, where, text, expected, tuple(kernel_faults(began)))
         raise
+
+
+def _of_a_library(file: str) -> bool:
+    parents = Path(file).parents
+    # this package may be installed beside the libraries; "<string>" is code without a file
+    return PACKAGE not in parents and (file.startswith("<") or any(place in parents for place in _LIBRARIES))
 
 
 def keep_end_by_launcher(run: RunFolder) -> None:

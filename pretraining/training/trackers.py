@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
 from pretraining.errors import UserError
 from pretraining.recipe.sections import Prometheus
@@ -65,7 +65,8 @@ def build_trackers(
             if name in OPERATIONS:
                 callback = numbers_of(name, run, prometheus or Prometheus())
             else:
-                callback = get_reporting_integration_callbacks([name])[0]()
+                kind = get_reporting_integration_callbacks([name])[0]
+                callback = TensorBoard() if name == "tensorboard" else kind()
         except (ImportError, RuntimeError) as error:
             package = TRACKER_PACKAGES.get(name, name)
             raise UserError(
@@ -79,6 +80,17 @@ def build_trackers(
         if name in SHOW_TEXT:
             trackers.append(Tracker(name, SampleTexts(run, callback, SHOW_TEXT[name]), run))
     return [RunIdentity(run, run_name, names, project), Trackers(trackers)] if trackers else []
+
+
+class TensorBoard(TensorBoardCallback):
+    """Hide in TensorBoard the steps that a rollback or a resume has undone: each training has a file of its own."""
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if state.is_world_process_zero:
+            from torch.utils.tensorboard import SummaryWriter  # no import at the head: not everybody has it
+
+            self.tb_writer = SummaryWriter(self.logging_dir, purge_step=state.global_step + 1)
+        super().on_train_begin(args, state, control, **kwargs)
 
 
 class Tracker:
@@ -134,6 +146,9 @@ class Trackers(TrainerCallback):
         self.trackers = trackers
 
     def hand_on(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # the Trainer's closing summary, whose loss and rates are wrong after a resume
+        if "train_runtime" in kwargs.get("logs", ()):
+            return
         for tracker in self.trackers:
             tracker.call(event, args, state, control, **kwargs)
 

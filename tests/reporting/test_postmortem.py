@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -13,6 +14,8 @@ import pytest
 from pretraining.checkpoints.live_files import NODES, records_of
 from pretraining.errors import UserError
 from pretraining.postmortem import as_text, look_back, main
+from pretraining.reporting.analysis import standing_text
+from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.failures import LOG, Failure, kernel_faults, read_failures
 from pretraining.runtime.heartbeat import Heartbeat, heartbeat_path
@@ -65,6 +68,8 @@ def failed(workshop, tmp_path_factory) -> dict:
         finished = execute(command, FAILS_AT=how)
         assert (finished.code == 0) == (not how), finished.output
         found[how.partition(":")[2] or "finished"] = look_back(folder / "run")
+        if "raised" in how:
+            found["standing"] = RunRecord(folder / "run").standing()
     return {**found, "folder": folder / "run"}
 
 
@@ -87,7 +92,13 @@ def test_the_error_of_the_rank_that_failed_first_is_told_with_its_place(failed):
     """Rank 0 only met a closed connection."""
     found = failed["raised"]
     assert (found.first.rank, found.first.what) == (1, "RuntimeError: the machine is on fire")
-    assert found.first.time and found.first.where
+    assert found.first.time and re.search(r"/failing\.py:\d+ in ", found.first.where)
+    assert found.state == "failed"
+    told = standing_text(failed["standing"], time.time())
+    assert (
+        told.startswith("Failed after step ")
+        and ": RuntimeError: the machine is on fire. Once that is" in told
+    )
     assert [attempt.end for attempt in found.attempts] == ["crash", "crash", "crash"]
     text = as_text(found)
     assert "failed first  rank 1 on" in text and "the machine is on fire" in text and "$" in text
@@ -102,6 +113,9 @@ def test_a_finished_run_still_knows_what_failed_and_what_that_cost(failed):
     assert "on fire" in found.first.what and not [line for line in found.advice if "continues" in line]
     assert "restarts after a crash" in found.time_lost
     assert 0 < found.dollars_lost < found.dollars
+    # the time after the last row is paid for too
+    spent = RunRecord(failed["folder"]).wall_time()
+    assert found.dollars == pytest.approx(spent.rank_seconds / 3600 * 3.6, rel=0.01)
     command = [sys.executable, "-m", "pretraining.postmortem", f"{failed['folder']}/", "--json"]
     answer = json.loads(execute(command).stdout)
     assert answer["first"]["what"] == found.first.what and answer["dollars"] == found.dollars

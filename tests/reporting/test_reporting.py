@@ -232,6 +232,18 @@ def test_half_written_and_broken_lines_are_passed_over(tmp_path):
     assert run_payload(record)["num_rows"] == 1
 
 
+def test_rows_that_a_rollback_undid_go_though_the_new_file_looks_like_the_old_one(tmp_path):
+    """The inode of a file that is gone comes again; by it, and with more rows than before, an open page mixed both."""
+    run = made_run(tmp_path / "run", [5.0, 4.0, 3.0])
+    record, inode = RunRecord(run.path), run.metrics.stat().st_ino
+    lines = run.metrics.read_text().splitlines(keepends=True)
+    again = [line.replace("3.0", "3.5") for line in lines[2:]]
+    run.metrics.write_text("".join([*lines[:2], *again, '{"step": 4, "train/loss": 2.5}\n']))
+    assert run.metrics.stat().st_ino == inode
+    _, losses = record.refresh().metrics.column("train/loss")
+    assert losses.tolist() == [5.0, 4.0, 3.5, 2.5]
+
+
 BAD_WORDS = [["{}/nowhere"], ["{}/empty"], ["analyze", "{}/empty"], ["{}/a", "{}/b"], ["csv", "{}/a", "{}/b"]]
 
 
