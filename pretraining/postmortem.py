@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from pretraining.checkpoints.live_files import records_of
 from pretraining.command_line import OneLineParser
 from pretraining.errors import one_line_errors
+from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of
 from pretraining.outside.masking import as_json
 from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.analysis import lost_words
@@ -28,7 +30,7 @@ from pretraining.runtime.installation import as_typed
 from pretraining.runtime.run_folder import RunFolder, event_seconds, unix_seconds
 from pretraining.runtime.table import facts
 from pretraining.runtime.wall_time import Attempt, attempts, start_rows
-from pretraining.schema import display_path
+from pretraining.schema import display_path, fits
 
 EXAMPLES = """examples:
   python -m pretraining.postmortem runs/tiny
@@ -40,6 +42,15 @@ node of the run it reads the kernel's log too."""
 
 FAILED = ("crash", "hang", "gave up", "silent")
 """Ends of an attempt that somebody has to look at. Silent: whether it has ended cannot be known from here."""
+_STRAGGLER = object_of(
+    {
+        "event": {"const": "straggler"},
+        "host": TEXT,
+        **dict.fromkeys(("rank", "steps"), COUNT),
+        **dict.fromkeys(("own_seconds", "median_seconds"), NUMBER),
+    }
+)
+"""Its event, as training/throughput.py finds it; any other is left out."""
 _FATAL = re.compile(r"Fatal Python error: (.+)")
 ADVICE = {
     "^killed by the kernel": NO_MEMORY[1],
@@ -138,7 +149,8 @@ def look_back(folder: Path) -> Postmortem:
         later = [each.began for each in starts if each.began > found.failed.began]
         Evidence(record, found.failed, min(later, default=float("inf"))).fill(found)
     # a run may have many such steps, go on to its end and learn nothing
-    not_finite, refused = (int(record.metrics.last(name) or 0) for name in NOT_FINITE)
+    counts = [record.metrics.last(name) or 0.0 for name in NOT_FINITE]
+    not_finite, refused = (int(each) if isfinite(each) else 0 for each in counts)
     if not_finite:
         first = next((event for event in record.events if event.get("event") == "non_finite"), {})
         since = f", the first at step {first['step']:,}" if "step" in first else ""
@@ -247,7 +259,7 @@ class Evidence:
             line = f"{host}, {clock(fault.time)}: {fault.text}"
             found.faults.append(f"{line}: {fault.meaning[0]}" if fault.meaning else line)
         for event in self.record.events:
-            if event.get("event") == "straggler" and self.attempt.began <= event_seconds(event) <= self.until:
+            if fits(event, _STRAGGLER) and self.attempt.began <= event_seconds(event) <= self.until:
                 times = event["own_seconds"] / max(event["median_seconds"], 1e-9)
                 since = max(1, int(event.get("step", 0)) - int(event["steps"]) + 1)
                 who = f"rank {event['rank']} on {event['host']}"

@@ -1,6 +1,7 @@
 """`python -m pretraining.evaluation RUN|EXPORT`: validation loss, perplexity, bits per byte and a sample; or scores."""
 
 import argparse
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,10 @@ def score_export(export: Path, recipe: Recipe | None, options: argparse.Namespac
     tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
     batch_size = recipe.training.per_device_eval_batch_size if recipe else DEFAULT_BATCH_SIZE
     passes = Passes(config.max_position_embeddings, batch_size)
-    scorers = build_scorers(tasks, options.hellaswag, tokenizer, passes, options.limit)
+    try:
+        scorers = build_scorers(tasks, options.hellaswag, tokenizer, passes, options.limit)
+    except UserError as error:  # it names the key of a recipe
+        raise UserError(re.sub(r"^evaluation\.", "--", str(error))) from error
     model = _load_model(export, recipe)
     scores = {}
     for scorer in scorers:
@@ -188,6 +192,8 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     is_scored = options.tasks is not None or options.hellaswag is not None
     if options.tasks is not None and not options.tasks.strip(" ,"):
         parser.error("--tasks: names no task")
+    if (options.seed or 0) >= 1 << 63:
+        parser.error(f"--seed: {options.seed} is above 2**63 - 1")
     if options.limit and not is_scored:
         parser.error("--limit: goes with --tasks or --hellaswag")
     for name in ("prompt", "tokens", *(each.name for each in fields(Sampling))):

@@ -1,5 +1,6 @@
 """Scores of a model in training or exported: HellaSwag and the tasks of lm-eval, which it answers or continues."""
 
+import math
 import random
 import re
 import zlib
@@ -178,13 +179,16 @@ class HellaSwag:
 
     def measure(self, model: nn.Module, interrupted: Asked = never) -> dict[str, float]:
         """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `MeasurementStopped`."""
-        chosen = list(zip(self.items, self.answers(model, interrupted), strict=True))
+        answers = self.answers(model, interrupted)
+        if None in answers:
+            return dict.fromkeys(("hellaswag/acc", "hellaswag/acc_norm"), math.nan)
+        chosen = list(zip(self.items, answers, strict=True))
         right = sum(choice.plain == item.right for item, choice in chosen)
         right_norm = sum(choice.normalised == item.right for item, choice in chosen)
         return {"hellaswag/acc": right / len(chosen), "hellaswag/acc_norm": right_norm / len(chosen)}
 
-    def answers(self, model: nn.Module, interrupted: Asked = never) -> list[Choice]:
-        """Find the model's choice in each item."""
+    def answers(self, model: nn.Module, interrupted: Asked = never) -> list[Any]:
+        """Find the model's `Choice` in each item; None where its logits are not finite."""
         # scores come in the order of the pairs: the endings of the first item, then of the next
         scores = iter(score(model, self.pairs, self.passes, interrupted))
         answers = []
@@ -194,7 +198,8 @@ class HellaSwag:
             both = zip(plain, item.endings, strict=True)
             normalised = [nats / max(1, len(ending)) for nats, ending in both]
             # The first of equal ones, as argmax does.
-            answers.append(Choice(plain.index(max(plain)), normalised.index(max(normalised))))
+            choice = Choice(plain.index(max(plain)), normalised.index(max(normalised)))
+            answers.append(None if math.isnan(sum(plain)) else choice)
         return answers
 
 
@@ -293,6 +298,8 @@ class Harness:
             random.setstate(states[0])
             np.random.set_state(states[1])
         found = scores_of(results["results"])
+        # of scores that are no numbers lm-eval takes the first for the largest
+        found = found if answering.is_finite else dict.fromkeys(found, math.nan)
         for name, chosen in self.sets.items():
             found |= summary_of(Path(name).stem, chosen, found)
         return found
@@ -312,10 +319,13 @@ class HarnessModel:
         self, model: nn.Module, tokenizer: Tokenizer, passes: Passes, interrupted: Asked = never
     ) -> None:
         self.model, self.tokenizer, self.passes, self.interrupted = model, tokenizer, passes, interrupted
+        self.is_finite = True  # every log-probability so far
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         pairs = [Pair(*encode_pair(self.tokenizer, *request.args)) for request in requests]
-        return [tuple(each) for each in score(self.model, pairs, self.passes, self.interrupted)]
+        scores = score(self.model, pairs, self.passes, self.interrupted)
+        self.is_finite &= not any(math.isnan(each.log_probability) for each in scores)
+        return [tuple(each) for each in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Sum the log-probability of whole texts: each token once, after as much context as a window holds."""

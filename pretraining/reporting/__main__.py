@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.checkpoints.live_files import records_of
-from pretraining.command_line import OneLineParser, not_negative_integer, positive_number
+from pretraining.command_line import OneLineParser, named_path, not_negative_integer, positive_number
 from pretraining.errors import UserError, one_line_errors, require
 from pretraining.outside.masking import as_json
 from pretraining.reporting.analysis import analyze, sentences, standing_text, track_record_beside
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         return _analyze(arguments[1:])
     if arguments[:1] == ["csv"]:
         return _write_rows(arguments[1:])
-    if "--serve" in arguments:
+    if any(word.partition("=")[0] == "--serve" for word in arguments):
         return _serve(arguments)
     parser = _parser("", "default: report.html in the run folder")
     # `live_report` starts this command with the two hidden options.
@@ -123,7 +123,7 @@ def _parser(word: str, output: str | None = None) -> argparse.ArgumentParser:
     parser = OneLineParser(f"python -m pretraining.reporting{word}", description=__doc__)
     if output is not None:
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
-        parser.add_argument("--output", type=Path, metavar="FILE", help=output)
+        parser.add_argument("--output", type=named_path, metavar="FILE", help=output)
     return parser
 
 
@@ -134,8 +134,8 @@ def _output(options: argparse.Namespace, name: str) -> Path:
     if options.output is None and len(options.runs) > 1:
         raise UserError("several runs in one file: say where it goes with --output FILE")
     output = options.output or options.runs[0] / name
-    if output.exists() and output.suffix not in (".html", ".csv", ""):
-        raise UserError(f"--output {output}: is there, and no page or table; choose another name")
+    if output.is_dir() or (output.exists() and output.suffix != Path(name).suffix):
+        raise UserError(f"--output {output}: is there, and no {Path(name).suffix} file; choose another name")
     return output
 
 

@@ -1,12 +1,15 @@
 """The page of one or several runs: what it shows, as plain JSON values, and the HTML that shows it."""
 
+import fcntl
 import html
 import json
 import math
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from itertools import count
@@ -104,9 +107,17 @@ def joined(names: tuple[str, ...]) -> str:
 
 def write_page(path: Path, text: str) -> None:
     """Replace the page atomically: a reader sees the old page or the new one, never half of one."""
-    with replacing(path, "wb") as file:
-        # Lone surrogates, which no browser can show, become question marks.
-        file.write(text.encode("utf-8", errors="replace"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        # The run writes its page while a user asks for one. Where a disk has no such lock, they take the chance.
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        with replacing(path, "wb") as file:
+            # Lone surrogates, which no browser can show, become question marks.
+            file.write(text.encode("utf-8", errors="replace"))
+    finally:
+        os.close(folder)
 
 
 def page_payload(runs: list[dict], every_seconds: float | None) -> dict:

@@ -102,7 +102,8 @@ class RunRecord:
         self.steps = np.array(self.metrics.steps)
         rows, tokens = self.metrics.column("train/tokens")
         per_step = self.recipe.get("budget", {}).get("tokens_per_step", 0)
-        known = len(rows) == len(self.steps) and len(rows) > 0  # else an estimate, which ignores a ramp
+        # else an estimate, which ignores a ramp
+        known = len(rows) == len(self.steps) and len(rows) > 0 and bool(np.isfinite(tokens).all())
         self.tokens = tokens if known else self.steps * float(per_step or 0)
         times = np.array(self.metrics.times)
         self.has_times = bool(len(times)) and not np.isnan(times).any()

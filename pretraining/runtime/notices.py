@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.error
@@ -193,19 +194,22 @@ def run_command(command: str, notice: dict) -> None:
         "shell": True,
         "env": {**variables_of_a_helper(), **variables},
     }
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    # a session of its own: signals that launchers send to the run's processes are not for it
-    process = subprocess.Popen(command, start_new_session=True, **settings, **pipes)
-    try:
-        _, complaint = process.communicate(json.dumps(notice, default=str) + "\n", timeout=COMMAND_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise Failed(f"did not end within {COMMAND_SECONDS:g} s") from None
-    if process.returncode:
-        # wget, among others, repeats the address, and the variable with it may have any name
-        complaint = masked(complaint, _VARIABLE.findall(command)).strip()[-200:]
-        raise Failed(f"exit code {process.returncode} {complaint}")
+    # not a pipe, which a process that the command leaves behind would keep open
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
+        files = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": stderr}
+        # a session of its own: signals that launchers send to the run's processes are not for it
+        process = subprocess.Popen(command, start_new_session=True, **settings, **files)
+        try:
+            process.communicate(json.dumps(notice, default=str) + "\n", timeout=COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise Failed(f"did not end within {COMMAND_SECONDS:g} s") from None
+        if process.returncode:
+            stderr.seek(0)
+            # wget, among others, repeats the address, and the variable with it may have any name
+            complaint = masked(stderr.read(), _VARIABLE.findall(command)).strip()[-200:]
+            raise Failed(f"exit code {process.returncode} {complaint}")
 
 
 class NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -1,6 +1,8 @@
 """HellaSwag and the tasks of lm-eval: what lm-eval itself finds, item by item."""
 
+import copy
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -116,6 +118,22 @@ def test_a_set_of_tasks_has_one_score_above_chance(model, tokenizer, items, tmp_
     assert found["mine/deviation_of_runs"] == pytest.approx(0.01)
 
 
+def test_a_model_without_numbers_has_no_score(model, tokenizer, items, tmp_path):
+    """The first of endings whose log-probabilities are NaN is no choice: a fourth of them would be right."""
+    broken = copy.deepcopy(model)
+    for parameter in broken.parameters():
+        parameter.data.fill_(math.nan)
+    write_hellaswag_task(tmp_path, items)
+    scorers = (
+        HellaSwag(read_items(str(items)), tokenizer, PASSES),
+        Harness([str(tmp_path)], tokenizer, PASSES),
+    )
+    for scorer in scorers:
+        found = scorer.measure(broken)
+        assert set(found) == {"hellaswag/acc", "hellaswag/acc_norm"}
+        assert all(map(math.isnan, found.values()))
+
+
 def test_a_wrong_set_is_one_line(tokenizer, items, tmp_path):
     path = write_set(tmp_path / "mine.json", items, metric="median")
     said = refusal(Harness, [str(path)], tokenizer, PASSES)
@@ -124,7 +142,8 @@ def test_a_wrong_set_is_one_line(tokenizer, items, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", ["--limit 5", "--tasks ,", "--no-sample --prompt x", "--hellaswag a --top-k 3"]
+    "words",
+    ["--limit 5", "--tasks ,", "--no-sample --prompt x", "--hellaswag a --top-k 3", f"--seed {1 << 63}"],
 )
 def test_an_option_that_would_do_nothing_is_refused(words):
     """Nobody reads a number of another question than the one that was asked."""

@@ -14,7 +14,7 @@ import pytest
 from pretraining.checkpoints.live_files import NODES, records_of
 from pretraining.errors import UserError
 from pretraining.postmortem import as_text, look_back, main
-from pretraining.reporting.analysis import standing_text
+from pretraining.reporting.analysis import analyze, standing_text
 from pretraining.reporting.run_record import RunRecord
 from pretraining.runtime.durable_files import append_row, read_rows, write_json
 from pretraining.runtime.failures import LOG, Failure, kernel_faults, read_failures
@@ -208,6 +208,17 @@ def test_a_run_without_its_events_is_not_said_to_run(run):
     assert "events.jsonl is missing" in found.advice[0]
     # a long path moves the ends of lines
     assert "unknown at step 40, 0 starts" in " ".join(as_text(found).split())
+
+
+def test_numbers_that_are_none_break_nothing(tmp_path):
+    """A folder may be a stranger's, or come from a program of one's own."""
+    run = RunFolder(_folder_with_failure(tmp_path, "RuntimeError: on fire"))
+    run.add_event("straggler", step=1, rank=0)
+    append_row(run.metrics, {"step": 2, "time": time.time(), "stability/non_finite_steps": math.inf})
+    assert look_back(run.path).first.what == "RuntimeError: on fire"
+    rows = [{"step": n, "train/loss": 3.0, "train/tokens": math.inf if n == 9 else n} for n in range(1, 60)]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert analyze(RunRecord(run.path)).loss == 3.0
 
 
 def test_steps_that_change_nothing_are_no_good_end(run):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from pretraining.reporting.page import (
     page_payload,
     page_text,
     run_payload,
+    write_page,
 )
 from pretraining.reporting.published import read_curve
 from pretraining.reporting.run_record import RunRecord
@@ -245,6 +247,7 @@ def test_rows_that_a_rollback_undid_go_though_the_new_file_looks_like_the_old_on
 
 
 BAD_WORDS = [["{}/nowhere"], ["{}/empty"], ["analyze", "{}/empty"], ["{}/a", "{}/b"], ["csv", "{}/a", "{}/b"]]
+BAD_WORDS += [["{}/a", "--output", each] for each in ("", "{}/b", "{}/kept")] + [["--serve={}/nowhere"]]
 
 
 @pytest.mark.parametrize("words", BAD_WORDS)
@@ -252,8 +255,25 @@ def test_bad_folders_cost_one_line(tmp_path, words):
     """No such folder, no metrics, nowhere to write two runs to."""
     for name in ("empty", "a", "b"):
         (tmp_path / name).mkdir()
+    (tmp_path / "kept").write_text("of a user")
+    (tmp_path / "a" / "events.jsonl").touch()
     refusal(main, [word.format(tmp_path) for word in words])
-    assert not list(tmp_path.rglob("*.html"))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "empty", "events.jsonl", "kept"]
+
+
+def test_two_writers_of_a_page_wait_for_each_other(tmp_path):
+    """The run writes it while a user asks for it: each finds a page of one piece, and none fails."""
+    page, letters = tmp_path / "report.html", "abcd"
+    texts = [letter * 3_000_000 for letter in letters]
+
+    def write(text: str) -> None:
+        for _ in range(5):
+            write_page(page, text)
+            assert page.read_text() in texts
+
+    with ThreadPoolExecutor(len(texts)) as writers:
+        list(writers.map(write, texts))
+    assert list(tmp_path.iterdir()) == [page]
 
 
 def test_a_power_law_is_found_again():

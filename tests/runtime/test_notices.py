@@ -120,8 +120,8 @@ def test_a_redirect_is_no_receiver(tmp_path, server):
 
 
 def test_a_command_may_say_what_is_no_text(tmp_path):
-    """What it writes to stderr is only for the case that it fails."""
-    run, command = RunFolder(tmp_path / "run"), "printf '\\351' >&2"
+    """Its stderr is only for the case that it fails. A process that it leaves behind is not waited for."""
+    run, command = RunFolder(tmp_path / "run"), "printf '\\351' >&2; sleep 60 &"
     with notices(run, "small", Notify(on=["finished"], command=command)):
         run.add_event("end", eval_loss=3.0)
     assert journalled(run) == [{"event": "notified", "of": "finished", "by": "command", "attempts": 1}]
