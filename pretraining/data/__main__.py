@@ -1,7 +1,6 @@
 """`python -m pretraining.data verify|stats|inspect|convert|push DIR|quality FILE`: what one does with prepared data."""
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from pretraining.command_line import OneLineParser, not_negative_integer, positive_integer
 from pretraining.errors import Interrupted, UserError, nearest, one_line_errors
+from pretraining.outside.masking import as_json
 
 EXAMPLES_OF = {
     "verify": """\
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     try:
         answer, text = options.run(options)
-        print(json.dumps(answer, ensure_ascii=False) if options.json else text, flush=True)
+        print(as_json(answer, ensure_ascii=False) if options.json else text, flush=True)
     except KeyboardInterrupt:
         exec("")  # as `one_line_errors` does
         interrupted = f"{options.verb} {options.folder}: interrupted; {options.after_interrupt}"

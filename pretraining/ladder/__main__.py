@@ -1,7 +1,6 @@
 """Train a ladder of small runs of a recipe, and say which loss the recipe will reach, and what would be better."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -21,6 +20,7 @@ from pretraining.command_line import (
 from pretraining.errors import UserError, one_line_errors
 from pretraining.ladder import answers, family
 from pretraining.ladder.fit import check_enough
+from pretraining.outside.masking import as_json
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
         check_enough(np.array([[rung.member.parameters, rung.tokens] for rung in rungs], dtype=float).T)
         costs = family.costs_of(rungs, target, options.gpu and find_gpu(options.gpu), options.world_size)
         if options.plan:
-            print(json.dumps(costs, indent=2) if options.json else _costs_text(costs))
+            print(as_json(costs, indent=2) if options.json else _costs_text(costs))
             return FINISHED, folder
         family.check_begun(rungs)
         if (folder / PAGE).exists() and not (folder / FILE).exists():
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> tuple[int, Path]:
     if not options.show:
         page = page_text(answers.ladder_payload(ladder, answer), f"ladder of {target.name}", LADDER_SCRIPTS)
         write_page(folder / PAGE, page)
-    text = json.dumps(answer, indent=2) if options.json else answers.as_text(answer, ladder.values)
+    text = as_json(answer, indent=2) if options.json else answers.as_text(answer, ladder.values)
     print(text, flush=True)
     if failures:
         name, failure = next(iter(failures.items()))

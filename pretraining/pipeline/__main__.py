@@ -1,7 +1,6 @@
 """From a recipe to a published model: plan, prepare, doctor, train, evaluate, report, publish."""
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from pretraining.command_line import (
 )
 from pretraining.data.preparation.execution import EXECUTORS
 from pretraining.errors import UserError, one_line_errors
+from pretraining.outside.masking import as_json
 from pretraining.pipeline.steps import NAMES, STEPS, Decision, Pipeline
 from pretraining.planning.quantities import duration
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     code = (show_steps if options.show else run_steps)(pipeline, names, rows)
     if options.json:
         answer = {"recipe": pipeline.recipe.name, "run": str(pipeline.run.path)}
-        print(json.dumps({**answer, "exit_code": code, "steps": rows}, indent=2), flush=True)
+        print(as_json({**answer, "exit_code": code, "steps": rows}, indent=2), flush=True)
     return code
 
 

@@ -161,7 +161,7 @@ class Started:
         variables = {**environment(), **variables, MARK: self.mark}
         words = [str(word) for word in command]
         if words[0] == "forked":
-            logs = Path(tempfile.mkdtemp()) / "logs"
+            logs = Path(tempfile.mkdtemp(dir=server().pipe.parent)) / "logs"
             self.process = ForkedRanks(words[2:], int(words[1]), free_port(), folder, variables, logs)
             return
         self.process = subprocess.Popen(

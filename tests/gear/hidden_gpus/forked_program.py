@@ -36,7 +36,8 @@ def words_of_program() -> list[str] | None:
 
 def run(pipe: str, words: list[str]) -> None:
     """Ask the server for the process, wait for its end and end with its code."""
-    logs = Path(tempfile.mkdtemp(prefix="forked-program-"))
+    # beside the pipe: the server removes both at its end
+    logs = Path(tempfile.mkdtemp(dir=Path(pipe).parent))
     request = {"words": words, "ranks": 0, "port": 0, "folder": str(Path.cwd()), "logs": str(logs)}
     request |= {"variables": dict(os.environ), "asked_by": os.getpid()}
     (logs / "request").write_text(json.dumps(request))
