@@ -117,6 +117,9 @@ def write_page(path: Path, text: str) -> None:
             # Lone surrogates, which no browser can show, become question marks.
             file.write(text.encode("utf-8", errors="replace"))
     finally:
+        # a process that was forked meanwhile has the folder open too
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_UN)
         os.close(folder)
 
 

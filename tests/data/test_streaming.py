@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -293,6 +294,37 @@ def test_shards_that_are_not_read_any_more_are_unmap(prepared, connected, cache)
 
 def read_sum(dataset, indices) -> int:
     return int(sum(sample["labels"].sum() for sample in dataset.__getitems__(indices)))
+
+
+def test_a_fork_while_a_file_is_closed_leaves_no_lock(cache):
+    """The child has the descriptor and does not know of it: all who want the shard waited for ever, the child too."""
+    content, copies = b"x" * 1000, []
+    shard = CachedShard("set", f"xxh128:{xxhash.xxh128(content).hexdigest()}", len(content))
+
+    def copied(suffix: str) -> None:
+        """Copy the descriptor of the open file, as a fork does."""
+        for place in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(place.readlink()).startswith(str(cache)) and str(place.readlink()).endswith(suffix):
+                    copies.append(os.dup(int(place.name)))
+
+    def chunks() -> Iterator[bytes]:
+        copied(".part")
+        yield content
+
+    def look() -> None:
+        with exclusive_lock(cache / ".lock"):
+            copied(".lock")
+
+    with ThreadPoolExecutor(1) as other:
+        try:
+            other.submit(ShardCache(cache, 10**9).fetch, shard, chunks).result(timeout=60).close()
+            for _ in range(2):
+                other.submit(look).result(timeout=60)
+            assert len(copies) >= 3
+        finally:
+            for each in copies:
+                os.close(each)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

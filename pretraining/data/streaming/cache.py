@@ -129,6 +129,7 @@ class ShardCache:
                 finally:
                     if _is_still_at(part, self._path(shard, ".part")):
                         self._path(shard, ".part").unlink()
+                    fcntl.flock(part, fcntl.LOCK_UN)
             file = self.open(shard)
         if file is None:
             raise ShardBusy  # evicted in the same moment
@@ -211,7 +212,8 @@ def _write_checked(part: FileIO, chunks: Iterable[bytes], checksum: str) -> None
 
 # File locks, which the kernel releases if their holder dies, however it dies. A lock (flock) belongs to an open file,
 # which a forked child inherits. The child closes its copies at once, else it would hold, for its whole life, locks that
-# a thread of its parent has given up.
+# a thread of its parent has given up. A file that is being closed at a fork it cannot find any more: exclusive locks,
+# for which others wait, are therefore given back before their file is closed.
 
 _locked: weakref.WeakSet[FileIO] = weakref.WeakSet()
 _opening = threading.Lock()
@@ -281,8 +283,7 @@ def _claim(path: Path) -> FileIO | None:
 def _remove_unless_in_use(path: Path) -> bool:
     """Remove a file unless somebody has it locked; False too if it was renamed: its bytes still take room."""
     try:
-        with _open(path, os.O_RDONLY) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _open(path, os.O_RDONLY) as file, _locked_alone(file, fcntl.LOCK_NB):
             if _is_still_at(file, path):
                 path.unlink()
                 return True
@@ -293,6 +294,14 @@ def _remove_unless_in_use(path: Path) -> bool:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    with _open(path, os.O_RDWR | os.O_CREAT) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with _open(path, os.O_RDWR | os.O_CREAT) as file, _locked_alone(file):
         yield
+
+
+@contextlib.contextmanager
+def _locked_alone(file: FileIO, flags: int = 0) -> Iterator[None]:
+    fcntl.flock(file, fcntl.LOCK_EX | flags)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
