@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretraining.errors import UserError, nearest
+from pretraining.outside.schema import Wrong, check, display_path, read_json, refuse_first
 from pretraining.runtime.installation import REPOSITORY
-from pretraining.schema import Wrong, check, display_path, read_json, refuse_first
 
 DS_CONFIGS = REPOSITORY / "ds_configs"
 _MONITOR = "the recipe's training.report_to chooses the trackers"

@@ -26,9 +26,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from pretraining.errors import USER_CODE, UserError, fault_in_user_code, nearest, require
+from pretraining.outside.schema import Wrong, display_path, problem, read_json
 from pretraining.runtime.durable_files import replacing_folder
 from pretraining.runtime.installation import REPOSITORY
-from pretraining.schema import Wrong, display_path, problem, read_json
 
 Thing = TypeVar("Thing", bound=Callable)
 

@@ -21,6 +21,7 @@ from pretraining.command_line import OneLineParser
 from pretraining.errors import one_line_errors
 from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of
 from pretraining.outside.masking import as_json
+from pretraining.outside.schema import display_path, fits
 from pretraining.planning.quantities import dollars, duration, several
 from pretraining.reporting.analysis import lost_words
 from pretraining.reporting.run_record import RunRecord
@@ -30,7 +31,6 @@ from pretraining.runtime.installation import as_typed
 from pretraining.runtime.run_folder import RunFolder, event_seconds, unix_seconds
 from pretraining.runtime.table import facts
 from pretraining.runtime.wall_time import Attempt, attempts, start_rows
-from pretraining.schema import display_path, fits
 
 EXAMPLES = """examples:
   python -m pretraining.postmortem runs/tiny

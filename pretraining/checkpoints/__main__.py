@@ -49,6 +49,7 @@ from pretraining.errors import UserError, one_line_errors
 from pretraining.extend import MODEL, extensions_of_run, load_code_of_run
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import TEXT, object_of, read_json_value
+from pretraining.outside.schema import check
 from pretraining.planning.quantities import duration, num_bytes
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.sections import Checkpoints
@@ -56,7 +57,6 @@ from pretraining.runtime.installation import as_typed
 from pretraining.runtime.lock import lock_idle_run
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.table import Column, write_table
-from pretraining.schema import check
 
 # torch and transformers take seconds to import: the verbs that need them import their modules when they answer.
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pretraining.checkpoints.folders import files_in
 from pretraining.checkpoints.format import MARKER, Start, read_marker
 from pretraining.errors import UserError
+from pretraining.outside.schema import display_path, problem, read_json, suggestion
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import Recipe, load_recipe, recipe_schema
@@ -28,7 +29,6 @@ from pretraining.runtime.durable_files import (
     write_json,
 )
 from pretraining.runtime.run_folder import RunFolder, step_in_name
-from pretraining.schema import display_path, problem, read_json, suggestion
 
 DECIDED = {"training": ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")}
 DECIDED |= {"budget": ("tokens", "warmup_tokens", "decay_tokens")}

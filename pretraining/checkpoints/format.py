@@ -37,6 +37,7 @@ from pretraining.outside.files import (
     read_bytes,
     regular,
 )
+from pretraining.outside.schema import check
 from pretraining.recipe import Recipe
 from pretraining.recipe.budget import Progress
 from pretraining.recipe.fixed_keys import curve_parts
@@ -45,7 +46,6 @@ from pretraining.runtime.heartbeat import work_done
 from pretraining.runtime.journal import NOTHING_HEALED, Journal
 from pretraining.runtime.process_group import from_rank_0
 from pretraining.runtime.run_folder import MARKER, RunFolder, unix_seconds, utc_now
-from pretraining.schema import check
 
 GIVEN = "initial_weights"  # the event of a run that begins from weights that exist
 FORMAT = 1

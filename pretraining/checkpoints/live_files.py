@@ -21,10 +21,10 @@ from pretraining.checkpoints.remote import RUN_FILES, RemoteRun
 from pretraining.errors import UserError
 from pretraining.outside.addresses import is_remote
 from pretraining.outside.files import NAME, TEXT, object_of, parse_json, read_json_value
+from pretraining.outside.schema import check
 from pretraining.runtime.console_log import MOST_BYTES, cut_log
 from pretraining.runtime.durable_files import file_state, write_json
 from pretraining.runtime.run_folder import RunFolder, utc_now
-from pretraining.schema import check
 
 _LIVE_SECONDS = 60.0
 LIVE_LOG_BYTES = 64 << 10  # of the end of a log, which is sent anew if it grows: stores cannot append

@@ -12,11 +12,11 @@ from pretraining.checkpoints.folders import COMMITTED, WEIGHTS_ONLY, catalogue, 
 from pretraining.checkpoints.format import read_marker
 from pretraining.command_line import add_data_source, add_trust, not_negative_number, positive_integer
 from pretraining.errors import UserError
+from pretraining.outside.schema import listed
 from pretraining.recipe.fixed_keys import changed_parts
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.table import Column, write_table
-from pretraining.schema import listed
 
 
 def _refuse_other_runs(checkpoints: list[Path]) -> None:

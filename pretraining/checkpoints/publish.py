@@ -12,9 +12,9 @@ from pretraining.data.tools.push import check_repo_id, hub_refusal
 from pretraining.errors import UserError, require
 from pretraining.outside.addresses import is_remote, refuse_credentials, refuse_slips
 from pretraining.outside.files import inside, parse_json
+from pretraining.outside.schema import check, listed, read_json
 from pretraining.planning.quantities import num_bytes
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import check, listed, read_json
 
 LIST, BEGUN = "published.json", "published.partial.json"
 """File that names all others with their sizes and checksums. It comes last: if it is there, they are complete.

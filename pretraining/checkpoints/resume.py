@@ -36,6 +36,7 @@ from pretraining.data.prepared import PreparedData
 from pretraining.errors import GaveUp, UserError
 from pretraining.extend import copy_extensions
 from pretraining.outside.files import TEXT, object_of, parse_json, read_json_value
+from pretraining.outside.schema import check, differences, display_path, in_brief, listed
 from pretraining.planning.quantities import several
 from pretraining.planning.run_plan import RunPlan
 from pretraining.planning.screen import plan_line, run_line
@@ -58,7 +59,6 @@ from pretraining.runtime.lock import move_lock
 from pretraining.runtime.process_group import from_rank, from_rank_0, gather_from_ranks, own_rank, together
 from pretraining.runtime.processes import launch_details, resume_after_restart
 from pretraining.runtime.run_folder import STARTS, RunFolder
-from pretraining.schema import check, differences, display_path, in_brief, listed
 
 _MEETING = ".nodes"  # file of the store by which every node shows that it reads what rank 0 writes
 TOKENIZER = "data.tokenizer"

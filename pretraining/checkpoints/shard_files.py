@@ -22,8 +22,8 @@ from safetensors import safe_open
 from pretraining.checkpoints.format import passed_on, read_receipt
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, object_of, read_json_value
+from pretraining.outside.schema import check
 from pretraining.runtime.heartbeat import work_done
-from pretraining.schema import check
 
 STATE_FORMAT = 1
 STATE_FILE = "state.json"

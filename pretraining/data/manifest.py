@@ -14,9 +14,9 @@ from pretraining.data.publishing import kept_beside
 from pretraining.data.tokenizer import describe_tokenizer, local_checksums
 from pretraining.errors import UserError
 from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, object_of, parse_json, read_bytes
+from pretraining.outside.schema import Difference, check, differences, filled
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.data import Data
-from pretraining.schema import Difference, check, differences, filled
 
 if TYPE_CHECKING:
     import numpy

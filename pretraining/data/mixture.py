@@ -12,8 +12,8 @@ from pretraining.data.documents import count_blocks
 from pretraining.data.interleaving import InterleavedStage, Interleaving
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
+from pretraining.outside.schema import problem
 from pretraining.recipe.data import WishedStage, is_mixed, read_stages, run_shares
-from pretraining.schema import problem
 
 if TYPE_CHECKING:
     from pretraining.recipe import Recipe

@@ -30,9 +30,9 @@ from pretraining.data.tokenizer import check_vocabulary, tokenizer_fault
 from pretraining.errors import UserError
 from pretraining.extend import load_pretrained
 from pretraining.outside.addresses import is_remote
+from pretraining.outside.schema import listed
 from pretraining.recipe.recipe import Recipe
 from pretraining.runtime.installation import WORKPLACE, as_typed
-from pretraining.schema import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,8 @@ from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, reason_of, require
 from pretraining.evaluation.sampling import continued, encode, encode_start, evaluation_mode, seeded
 from pretraining.outside.files import COUNT, NUMBER, TEXT, json_lines, object_of
+from pretraining.outside.schema import check, fits, read_json
 from pretraining.runtime.process_group import gather_from_ranks, rank_groups
-from pretraining.schema import check, fits, read_json
 from pretraining.upstream.lm_eval import no_task_bars
 
 SEED = 1234

@@ -21,6 +21,7 @@ from pretraining.errors import UserError, one_line_errors
 from pretraining.ladder import answers, family
 from pretraining.ladder.fit import check_enough
 from pretraining.outside.masking import as_json
+from pretraining.outside.schema import listed
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.ladder import FILE, read_ladder
 from pretraining.planning.quantities import amount, count, dollars, gpu_count, hours, short
@@ -31,7 +32,6 @@ from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.exit_codes import FINISHED
 from pretraining.runtime.installation import WORKPLACE
 from pretraining.runtime.table import Column, write_table
-from pretraining.schema import listed
 from pretraining.sweep import (
     add_starting_arguments,
     check_starting_arguments,

@@ -23,6 +23,7 @@ from pretraining.checkpoints.branch import StageChanges, branch
 from pretraining.checkpoints.folders import damage
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
+from pretraining.outside.schema import differences, read_json
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -41,7 +42,6 @@ from pretraining.runtime.durable_files import read_rows, write_json
 from pretraining.runtime.installation import as_typed
 from pretraining.runtime.metric_names import grouped
 from pretraining.runtime.run_folder import RunFolder, results_of
-from pretraining.schema import differences, read_json
 from pretraining.sweep import Point
 
 UNITS = ((2048, 64), (0, 8))

@@ -24,11 +24,11 @@ from pretraining.extend import load_pretrained
 from pretraining.model.counting import build_on_meta
 from pretraining.model.initial_weights import fill
 from pretraining.model.weight_files import CHUNK, KEY, WeightFiles, open_weights, refuse_differing, translated
+from pretraining.outside.schema import listed, problem
 from pretraining.recipe import Recipe
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import long_work
 from pretraining.runtime.process_group import gather_from_ranks, rank_and_world_size, together
-from pretraining.schema import listed, problem
 from pretraining.upstream.deepspeed import copy_chunks, first_element, own_rows
 from pretraining.upstream.transformers import Conversion, is_not_loaded, is_partitioned
 

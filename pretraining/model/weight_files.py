@@ -26,9 +26,9 @@ from transformers import AutoConfig
 
 from pretraining.errors import UserError, reason_of
 from pretraining.outside.files import COUNT, NUMBER, inside, object_of, read_bytes, read_json_value
+from pretraining.outside.schema import check, problem
 from pretraining.recipe.model import Model
 from pretraining.runtime.heartbeat import work_done
-from pretraining.schema import check, problem
 
 CHUNK = 1 << 20
 """Elements that are read at once."""

@@ -18,12 +18,12 @@ from pretraining.command_line import (
 from pretraining.data.preparation.execution import EXECUTORS
 from pretraining.errors import UserError, one_line_errors
 from pretraining.outside.masking import as_json
+from pretraining.outside.schema import display_path
 from pretraining.pipeline.steps import NAMES, STEPS, Decision, Pipeline
 from pretraining.planning.quantities import duration
 from pretraining.runtime.exit_codes import FINISHED, INTERRUPTED, STOPPED, USER_ERROR
 from pretraining.runtime.lock import holder_of
 from pretraining.runtime.processes import CommandEnded
-from pretraining.schema import display_path
 
 EXAMPLES = """examples:
   python -m pretraining.pipeline --recipe tiny

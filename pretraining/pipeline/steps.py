@@ -30,6 +30,7 @@ from pretraining.data.preparation.prepare import prepared_differences
 from pretraining.doctor.gpus import read_gpus
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
+from pretraining.outside.schema import differences, display_path, listed
 from pretraining.planning.gpus import find_gpu
 from pretraining.planning.quantities import num_bytes
 from pretraining.planning.screen import full_plan, in_short
@@ -41,7 +42,6 @@ from pretraining.runtime.exit_codes import STOPPED
 from pretraining.runtime.installation import REPOSITORY, WORKPLACE
 from pretraining.runtime.processes import CommandEnded, call
 from pretraining.runtime.run_folder import RunFolder, utc_now
-from pretraining.schema import differences, display_path, listed
 from pretraining.supervise.hosts import Hosts
 
 # What all steps share: its settings, the record of what was done, and how both compare.

@@ -7,6 +7,7 @@ from typing import Any
 
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, object_of, read_json_value
+from pretraining.outside.schema import check
 from pretraining.planning.constants import table
 from pretraining.planning.costs import forecast
 from pretraining.planning.gpus import Gpu
@@ -27,7 +28,6 @@ from pretraining.runtime.run_folder import (
     trained_on_processor,
 )
 from pretraining.runtime.table import aligned
-from pretraining.schema import check
 
 TITLES = {
     "peak_memory_bytes": "peak memory",

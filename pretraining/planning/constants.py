@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from pretraining.errors import UserError
-from pretraining.schema import check, display_path, problem, read_json
+from pretraining.outside.schema import check, display_path, problem, read_json
 
 TABLES = Path(__file__).parent / "tables"
 NOTES = "about|source|looked_up|note"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from pretraining.errors import UserError
 from pretraining.outside.files import TEXT, object_of
+from pretraining.outside.schema import fits
 from pretraining.planning.constants import table
 from pretraining.planning.quantities import dollars, num_bytes, three_digits
 from pretraining.runtime.durable_files import write_json
 from pretraining.runtime.run_folder import utc_now
 from pretraining.runtime.table import Column, facts, write_table
-from pretraining.schema import fits
 
 FILE = "pretraining/planning/tables/gpus.json"
 FOLDER_VARIABLE = "PRETRAINING_DOCTOR_FOLDER"

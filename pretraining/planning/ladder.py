@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, TEXT, object_of, read_json_value
+from pretraining.outside.schema import check, listed
 from pretraining.planning.scaling_laws import ParametricLoss
 from pretraining.planning.setup import Setup
 from pretraining.recipe import Recipe
 from pretraining.recipe.fixed_keys import SOMETIMES, Change, changed_parts, curve_parts
 from pretraining.runtime.installation import WORKPLACE
-from pretraining.schema import check, listed
 
 FILE = "ladder.json"
 DECAYED, STABLE = "decayed", "stable"

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict, replace
 
 from pretraining.ds_config import degrees_of, hpz_ranks
+from pretraining.outside.schema import listed
 from pretraining.planning import costs
 from pretraining.planning.comparison import predicted
 from pretraining.planning.constants import table
@@ -32,7 +33,6 @@ from pretraining.recipe.fixed_keys import differs_from_published
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.exit_codes import USER_ERROR
 from pretraining.runtime.table import Column, facts, write_table
-from pretraining.schema import listed
 
 WORLD_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MOST_PRICES = 3

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.errors import UserError
+from pretraining.outside.schema import refuse_first
 from pretraining.planning.quantities import count, gpu_count, short, three_digits
 from pretraining.planning.shapes import Tensor, Widths, parameter_tensors, rows_of_rank, widths_of_rank
 from pretraining.planning.sizes import (
@@ -35,7 +36,6 @@ from pretraining.recipe.published import read_published
 from pretraining.recipe.refusals import checked_ds_config, load_recipe_and_ds_config
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.table import Column, facts, write_table
-from pretraining.schema import refuse_first
 
 # bytes an element
 SIXTEEN_BIT, FP32 = 2, 4

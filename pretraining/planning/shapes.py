@@ -17,12 +17,12 @@ from typing import Any
 from pretraining.ds_config import Degrees
 from pretraining.errors import UserError
 from pretraining.extend import model_extension
+from pretraining.outside.schema import display_path
 from pretraining.recipe import model_with_defaults
 from pretraining.recipe.model import OnceASection, ask_of_model, is_exact, value_of
 from pretraining.recipe.optimizer import EMBEDDING, HEAD, HIDDEN, ROUTER, VECTOR
 from pretraining.runtime.answers import answered
 from pretraining.runtime.installation import PACKAGE
-from pretraining.schema import display_path
 
 MODULE = "pretraining.model.counting"
 SOURCES = [PACKAGE / "model" / "counting.py", PACKAGE / "recipe" / "model.py"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pretraining.errors import nearest
+from pretraining.outside.schema import listed, problem
 from pretraining.planning.shapes import (
     EMBEDDING,
     HEAD,
@@ -24,7 +25,6 @@ from pretraining.planning.shapes import (
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.model import ROUTER_COEFFICIENT, OnceASection, is_exact
 from pretraining.recipe.sections import is_in
-from pretraining.schema import listed, problem
 
 BACKWARD = 2
 """The backward pass costs twice the forward pass: one product for the inputs' gradients, one for the weights'."""

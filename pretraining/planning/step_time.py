@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pretraining.ds_config import NOT_SPLIT, Degrees, optimizer_device, parameter_device
 from pretraining.errors import UserError
+from pretraining.outside.schema import display_path
 from pretraining.planning.constants import table
 from pretraining.planning.gpus import Gpu, kept_rates, known_gpu
 from pretraining.planning.memory.activations import chunk_length, compiles_loss, logit_bytes
@@ -36,7 +37,6 @@ from pretraining.planning.sizes import BACKWARD, fp8_tensors
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.refusals import compiled_part
 from pretraining.runtime.installation import REPOSITORY
-from pretraining.schema import display_path
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 SAME_SIZE = 1.25

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from pretraining.outside.schema import Wrong
 from pretraining.recipe.section import Section, key
-from pretraining.schema import Wrong
 
 LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """The learning rate goes as this power of a step's size over the full size."""

@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple
 
 from pretraining.errors import nearest
+from pretraining.outside.schema import Wrong
 from pretraining.recipe.section import TEXT, Section, described, key
-from pretraining.schema import Wrong
 
 END_OF_TEXT = "<|endoftext|>"
 """What closes a document, in a tokenizer that is trained here."""

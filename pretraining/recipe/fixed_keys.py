@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from pretraining.errors import UserError
 from pretraining.outside.files import read_json_value
+from pretraining.outside.schema import differences, read_json, suggestion
 from pretraining.recipe import RECIPES, load_recipe, recipe_schema
 from pretraining.recipe.model import BY_MICRO_BATCH, ROUTER_COEFFICIENT, known_types, model_with_defaults
 from pretraining.recipe.training import BY_METRIC, Training
-from pretraining.schema import differences, read_json, suggestion
 
 _NEUTRAL = {
     # where the shape was read: which one it is, its keys and the digest say

@@ -14,6 +14,7 @@ from pretraining.ds_config import short_name
 from pretraining.errors import UserError, nearest, place_keys
 from pretraining.extend import MODEL, Extension, is_path, read_extensions
 from pretraining.outside.addresses import refuse_credentials
+from pretraining.outside.schema import check, display_path, load_json, problem, read_json, refuse_first
 from pretraining.recipe.budget import check_multiple
 from pretraining.recipe.data import shares_are_written
 from pretraining.recipe.model import checked_model, known_types, read_config, refuse_names_of_others
@@ -24,7 +25,6 @@ from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.recipe.training import TRAINING_KEYS
 from pretraining.runtime.installation import as_typed
-from pretraining.schema import check, display_path, load_json, problem, read_json, refuse_first
 
 OTHER_NAMES = {
     "name": "experiment_name exp_name wandb_name wandb_run_name",

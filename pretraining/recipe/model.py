@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pretraining.errors import UserError, did_you_mean, nearest
 from pretraining.extend import MODEL_KEYS, model_extension
+from pretraining.outside.schema import Wrong, check, display_path, problem
 from pretraining.recipe.section import schema_file
 from pretraining.runtime.answers import answered, ask
 from pretraining.runtime.installation import PACKAGE
-from pretraining.schema import Wrong, check, display_path, problem
 
 EXACT = ("gpt2", "llama", "mixtral", "qwen3", "qwen3_moe")
 """Types that are counted by formula; what holds for them is tested for each. One more needs its keys in SHAPE_KEYS

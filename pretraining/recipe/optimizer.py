@@ -16,9 +16,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
+from pretraining.outside.schema import Wrong
 from pretraining.recipe.piecewise import check_points, number_or_points
 from pretraining.recipe.section import Section, key
-from pretraining.schema import Wrong
 
 FAMILIES = ("gpt2", "llama", "qwen3")
 _BLOCK = re.compile(r"\.(h|layers)\.\d+\.")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 
-from pretraining.schema import Wrong
+from pretraining.outside.schema import Wrong
 
 END, COSINE = "end", "cosine"
 POINTS = {"type": "array", "minItems": 1, "items": {"type": "array", "minItems": 2}}

@@ -18,12 +18,12 @@ from typing import Any
 
 from pretraining.errors import UserError, reason_of, require
 from pretraining.outside.files import read_bytes
+from pretraining.outside.schema import check, problem, read_json
 from pretraining.recipe.model import EXACT, SPECIAL_IDS, checked_model, known_types, read_config
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.answers import answered, ask
 from pretraining.runtime.installation import PACKAGE
-from pretraining.schema import check, problem, read_json
 
 KEY = "model.from"
 PROGRAM = PACKAGE / "model" / "published_config.py"

@@ -13,6 +13,7 @@ from pathlib import Path
 from pretraining.ds_config import degrees_of
 from pretraining.errors import nearest
 from pretraining.extend import Extension, check_defined, defined, model_extension
+from pretraining.outside.schema import Wrong, display_path, problem, refuse_first
 from pretraining.recipe import sections
 from pretraining.recipe.budget import Budget, Progress, StepSizes, kept_resizes, nearest_multiples
 from pretraining.recipe.data import Data, check_mixture
@@ -29,7 +30,6 @@ from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
 from pretraining.recipe.section import RECIPES, TEXT, Section, check_folder_name, described
 from pretraining.recipe.training import DECAYING, Training, check_judged, check_schedule, steps_of
 from pretraining.runtime.metric_names import GROUPS, LOWER_IS_BETTER, OF_AVERAGE
-from pretraining.schema import Wrong, display_path, problem, refuse_first
 
 _MODULE: dict = {"type": "object", "properties": {"module": TEXT, "digest": {"type": "string"}}}
 _MODULE |= {"required": ["module"], "additionalProperties": False}

@@ -25,6 +25,7 @@ from pretraining.ds_config import (
 from pretraining.errors import UserError
 from pretraining.extend import model_extension
 from pretraining.outside.addresses import is_remote
+from pretraining.outside.schema import Wrong, refuse_first
 from pretraining.recipe import Recipe, accumulation_steps, load_recipe
 from pretraining.recipe.data import is_mixed
 from pretraining.recipe.model import (
@@ -39,7 +40,6 @@ from pretraining.recipe.model import (
 )
 from pretraining.recipe.recipe import check_documents, check_loss
 from pretraining.recipe.training import ADAMW, DECAYING, DEFAULT_OPTIM, ELEMENTWISE, SCHEDULE_FREE
-from pretraining.schema import Wrong, refuse_first
 
 UNRESUMABLE = {
     "adamw_torch_8bit": "keeps its states as tensors that checkpoints cannot hold (adamw_bnb_8bit keeps plain ones)",

@@ -22,8 +22,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self, Union, dataclass_transform, get_args, get_origin
 
+from pretraining.outside.schema import Wrong
 from pretraining.runtime.installation import REPOSITORY
-from pretraining.schema import Wrong
 
 RECIPES = REPOSITORY / "recipes"
 JSON_TYPES = {

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 
 from pretraining.outside.addresses import slip_in
 from pretraining.outside.masking import masked
+from pretraining.outside.schema import Wrong
 from pretraining.recipe.optimizer import InitialRow
 from pretraining.recipe.section import RECIPES, TEXT, Section, described, key
-from pretraining.schema import Wrong
 
 
 def is_in(module: str, pattern: str) -> bool:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pretraining.errors import nearest
+from pretraining.outside.schema import Wrong, check
 from pretraining.recipe.budget import Budget
 from pretraining.recipe.piecewise import POINTS, check_points
 from pretraining.recipe.section import schema_file
 from pretraining.recipe.sections import Spikes
-from pretraining.schema import Wrong, check
 
 _ORDER = "data order is a pure function of (data, seed, position)"
 _EVALUATION = "evaluation computes the loss of the validation tokens and nothing else"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.errors import UserError
+from pretraining.outside.schema import display_path
 from pretraining.planning.comparison import measured_beside_planned
 from pretraining.planning.quantities import dollars, duration, several
 from pretraining.recipe.fixed_keys import differs_from_published
@@ -21,7 +22,6 @@ from pretraining.reporting.published import JUDGED, Beside, beside, curve_of, no
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.run_folder import RunFolder
 from pretraining.runtime.wall_time import CAUSES, WallTime
-from pretraining.schema import display_path
 
 FEWEST_ROWS = 8
 """Rows with a loss below which a curve has no rate and no phase."""

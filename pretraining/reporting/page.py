@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from pretraining.outside.masking import as_json
+from pretraining.outside.schema import filled
 from pretraining.recipe import recipe_schema
 from pretraining.reporting.analysis import Analysis, analyze, sentences
 from pretraining.reporting.published import curve_of
@@ -27,7 +28,6 @@ from pretraining.runtime.console_log import console_tail
 from pretraining.runtime.durable_files import replacing
 from pretraining.runtime.run_folder import event_seconds, trained_on_processor
 from pretraining.runtime.wall_time import CAUSES
-from pretraining.schema import filled
 
 # A page stays small whatever the run's length: a phone opens it.
 POINTS_OF_LOSS, POINTS = 3000, 1000

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pretraining.outside.files import NUMBER, TEXT, object_of, read_json_value
+from pretraining.outside.schema import fits, listed
 from pretraining.recipe.sections import curve_file
-from pretraining.schema import fits, listed
 
 _NUMBERS = {"type": "array", "items": NUMBER}
 _SERIES = object_of({"tokens": _NUMBERS, "values": _NUMBERS})

@@ -14,6 +14,7 @@ import orjson
 
 from pretraining.errors import UserError
 from pretraining.outside.files import object_of, parse_json, read_json_value, regular
+from pretraining.outside.schema import fits
 from pretraining.recipe import recipe_schema
 from pretraining.recipe.budget import Ramp, StepSizes
 from pretraining.runtime.durable_files import read_rows
@@ -32,7 +33,6 @@ from pretraining.runtime.run_folder import (
     step_of_event,
 )
 from pretraining.runtime.wall_time import METRICS, SECONDS, Row, WallTime
-from pretraining.schema import fits
 
 ENDINGS = {"end": "finished", "stopped": "stopped", "hang": "hang", "gave_up": "gave up"}
 """{event after which no process of the run is left, until a start or a resume: the state that it means}"""

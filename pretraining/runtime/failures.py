@@ -20,10 +20,10 @@ from typing import Any
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, NUMBER, TEXT, object_of
 from pretraining.outside.masking import masked
+from pretraining.outside.schema import fits
 from pretraining.runtime.durable_files import append_row, read_rows
 from pretraining.runtime.installation import PACKAGE
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import fits
 
 LOG = Path("/dev/kmsg")  # for root, or for all if `kernel.dmesg_restrict` is 0; containers mostly hide it
 RECORD_BYTES = 8192  # the kernel gives one record a read, and refuses a smaller buffer

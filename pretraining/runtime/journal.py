@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pretraining.errors import UserError
 from pretraining.outside.files import COUNT, object_of
+from pretraining.outside.schema import check
 from pretraining.runtime.durable_files import read_rows, replacing
-from pretraining.schema import check
 
 
 @dataclass(frozen=True)

@@ -125,14 +125,16 @@ class CommandEnded(Exception):
         self.code, self.reason, self.lines = code, reason, lines
 
 
-class Answer(NamedTuple):
+class CommandOutput(NamedTuple):
     """What a command that ended well has printed, and whether it was asked to stop, which came too late for it."""
 
     text: str
     stop_asked: bool
 
 
-def call(command: list[str], captured: bool = False, show: Callable[[str], None] | None = None) -> Answer:
+def call(
+    command: list[str], captured: bool = False, show: Callable[[str], None] | None = None
+) -> CommandOutput:
     """Run a command to its end; a signal that asks this process to stop is passed on to the command.
 
     captured: return its stdout instead of showing it. show: gets each line of its stdout and stderr; None: they are
@@ -173,7 +175,7 @@ def call(command: list[str], captured: bool = False, show: Callable[[str], None]
         raise CommandEnded(STOPPED, "stopped on request", last)
     if code:
         raise CommandEnded(code, error_line(last) or f"exit code {code}", last)
-    return Answer(answer, bool(asked))
+    return CommandOutput(answer, bool(asked))
 
 
 def error_line(lines: Iterable[str]) -> str | None:

@@ -17,13 +17,13 @@ from pretraining.errors import UserError
 from pretraining.extend import FOLDER
 from pretraining.outside.files import TEXT, object_of, read_json_value
 from pretraining.outside.masking import masked_in
+from pretraining.outside.schema import fits
 from pretraining.recipe.fixed_keys import curve_parts
 from pretraining.recipe.sections import Evaluation
 from pretraining.runtime.durable_files import append_row, read_rows, replacing
 from pretraining.runtime.installation import IS_WHEEL, REPOSITORY
 from pretraining.runtime.lock import find_disks, lock_folder, release
 from pretraining.runtime.process_group import ONE_DISK, together
-from pretraining.schema import fits
 
 _TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 

@@ -17,6 +17,7 @@ from pretraining.command_line import ranks_here
 from pretraining.ds_config import degrees_of, zero_stage
 from pretraining.errors import UserError, require
 from pretraining.extend import defined
+from pretraining.outside.schema import problem
 from pretraining.planning.memory.states import block_gathering, reduce_bucket
 from pretraining.planning.setup import Setup
 from pretraining.planning.shapes import layer_numel, widths_of
@@ -24,7 +25,6 @@ from pretraining.recipe import Recipe
 from pretraining.recipe.refusals import gathers_blocks, why_not_compiled
 from pretraining.recipe.training import PIECEWISE
 from pretraining.runtime.process_group import gather_from_ranks
-from pretraining.schema import problem
 from pretraining.training.operators import check_operators
 
 # The promises need these values: a recipe may not set them.

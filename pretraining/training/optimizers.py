@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from pretraining.errors import nearest
+from pretraining.outside.schema import display_path, problem
 from pretraining.recipe import Recipe, model_with_defaults
 from pretraining.recipe.optimizer import (
     AVERAGE,
@@ -29,7 +30,6 @@ from pretraining.recipe.optimizer import (
 )
 from pretraining.recipe.piecewise import value_at
 from pretraining.recipe.training import AVERAGING, Training, Z
-from pretraining.schema import display_path, problem
 from pretraining.training.muon import Muon
 from pretraining.upstream.deepspeed import partitions, whole_numel, whole_shape
 from pretraining.upstream.matrices import hidden_matrices

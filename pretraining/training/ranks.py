@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from pretraining.command_line import ranks_here, started_by_launcher
 from pretraining.errors import UserError
+from pretraining.outside.schema import display_path, problem
 from pretraining.planning.gpus import cuda_needs, known_gpu
 from pretraining.planning.run_plan import Machine
 from pretraining.recipe import Recipe
@@ -37,7 +38,6 @@ from pretraining.runtime.process_group import (
     keep_store,
 )
 from pretraining.runtime.run_folder import RunFolder
-from pretraining.schema import display_path, problem
 from pretraining.training.operators import keep_compiled_operators
 from pretraining.upstream.deepspeed import leave_out_shared_memory, wait_in_every_group
 from pretraining.upstream.torch import ask_the_processor_once

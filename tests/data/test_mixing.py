@@ -17,8 +17,8 @@ from pretraining.data.packed_dataset import PackedDataset, build_training_datase
 from pretraining.data.prepared import PreparedData
 from pretraining.data.shards import TokenSplit
 from pretraining.errors import UserError
+from pretraining.outside.schema import refuse_first
 from pretraining.recipe.data import Data, check_mixture, exact_shares, shares_of_sizes
-from pretraining.schema import refuse_first
 from tests.gear.finished_data import entry_of_sources
 
 LENGTH = 8

@@ -25,7 +25,7 @@ from pretraining.data.quality.text import (
     count_sentences,
     repeated_ngrams,
 )
-from pretraining.schema import check
+from pretraining.outside.schema import check
 from tests.gear.quality_texts import PROSE, chain_of, many_texts, verdict_of
 from tests.gear.reference_splitter import ReferenceSplitter
 

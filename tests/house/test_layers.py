@@ -15,7 +15,7 @@ from pretraining.recipe import load_recipe, recipe_names
 from tests.gear.runs import REPOSITORY, execute
 
 PACKAGE = REPOSITORY / "pretraining"
-FOUNDATION = {"command_line", "ds_config", "errors", "extend", "outside", "recipe", "runtime", "schema"}
+FOUNDATION = {"command_line", "ds_config", "errors", "extend", "outside", "recipe", "runtime"}
 FOUNDATION |= {"supervise"}
 NUMBERS_AND_DATA = {"planning", "data"}
 UPSTREAM = {"upstream"}

@@ -16,7 +16,7 @@ from pretraining.pipeline import steps
 from pretraining.pipeline.__main__ import main
 from pretraining.pipeline.steps import NAMES, ranks_of
 from pretraining.runtime.lock import lock_idle_run
-from pretraining.runtime.processes import Answer, CommandEnded, call
+from pretraining.runtime.processes import CommandEnded, CommandOutput, call
 from tests.gear.local_hub import REPOSITORY_ID, LocalHub
 from tests.gear.object_store import BUCKET, s3_server, use_here
 from tests.gear.runs import REPOSITORY, Workshop, completed, execute, refused
@@ -25,7 +25,7 @@ SHORT = ("budget.tokens=1024", "evaluation.sample_tokens=0", "training.report_to
 OF_A_RUN = ("plan", "prepare", "doctor", "train", "evaluate", "report")
 
 
-def forked(command: list[str], captured: bool = False, show: object = None) -> Answer:
+def forked(command: list[str], captured: bool = False, show: object = None) -> CommandOutput:
     """`call`, but what imports torch is forked from a process that has done so; two ranks in place of a launcher."""
     if "pretraining.supervise" in command:
         command = command[command.index("pretraining.supervise") + 1 :]
@@ -35,7 +35,7 @@ def forked(command: list[str], captured: bool = False, show: object = None) -> A
     finished = execute(["forked", "2" if "deepspeed" in command else "0", *words])
     if finished.code:
         raise CommandEnded(finished.code, f"{finished.stdout}{finished.stderr}")
-    return Answer(finished.stdout, stop_asked=False)
+    return CommandOutput(finished.stdout, stop_asked=False)
 
 
 class Place:
@@ -249,7 +249,7 @@ time.sleep(60)
 """
 PARENT = """
 import sys
-from pretraining.runtime.processes import Answer, CommandEnded, call
+from pretraining.runtime.processes import CommandOutput, CommandEnded, call
 try:
     print(call([sys.executable, "-c", sys.argv[1]]))
 except CommandEnded as ended:
@@ -269,7 +269,10 @@ def test_a_request_to_stop_reaches_the_command_of_the_step(number):
 
 @pytest.mark.parametrize(
     "handler, said",
-    [("signal.SIG_DFL", "ended with 75"), ("lambda *_: sys.exit()", "Answer(text='', stop_asked=True)")],
+    [
+        ("signal.SIG_DFL", "ended with 75"),
+        ("lambda *_: sys.exit()", "CommandOutput(text='', stop_asked=True)"),
+    ],
 )
 def test_a_command_that_has_no_word_for_a_stop_was_stopped_too(handler, said):
     """The signal ends it: a stop and no failure. It ends well nevertheless: whoever asked is told."""

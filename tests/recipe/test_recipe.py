@@ -11,6 +11,7 @@ from pretraining.data.prepared import note_repeats
 from pretraining.ds_config import DS_CONFIGS
 from pretraining.errors import UserError
 from pretraining.extend import copy_extensions
+from pretraining.outside.schema import suggestion
 from pretraining.planning.sizes import model_size
 from pretraining.recipe import RECIPES as FOLDER
 from pretraining.recipe import accumulation_steps, load_recipe, recipe_names, recipe_schema
@@ -18,7 +19,6 @@ from pretraining.recipe.data import Dedup
 from pretraining.recipe.loading import OTHER_NAMES as NAMES_ELSEWHERE
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.recipe.training import TRAINING_KEYS, Training
-from pretraining.schema import suggestion
 from tests.gear.finished_data import refusal
 from tests.gear.runs import LLAMA, REPOSITORY, SMALL_RECIPE
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pretraining.schema import check, read_json, suggestion
+from pretraining.outside.schema import check, read_json, suggestion
 from tests.gear.finished_data import refusal
 from tests.gear.runs import REPOSITORY, completed
 

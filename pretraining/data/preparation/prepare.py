@@ -39,9 +39,9 @@ from pretraining.data.publishing import is_half_published, preparation_lock
 from pretraining.data.text_files import HOW_TO_READ, unread_note
 from pretraining.data.tokenizer import check_vocabulary, refuse_missing_folder
 from pretraining.errors import UserError, file_error, require
+from pretraining.outside.schema import listed
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.recipe import Recipe
-from pretraining.schema import listed
 
 if TYPE_CHECKING:
     from pretraining.data.preparation.plan import Preparation

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pretraining.data.quality import content, heuristics
 from pretraining.data.quality.rule import Changed, Rejection, Rule
 from pretraining.errors import UserError
-from pretraining.schema import check, problem
+from pretraining.outside.schema import check, problem
 
 if TYPE_CHECKING:
     from pretraining.data.quality.text import TextView
@@ -95,7 +95,7 @@ class FilterChain:
 
 
 def filters_schema(described: bool = False) -> dict:
-    """Return the JSON schema of `data.filters`, in the part of the language that `pretraining.schema` reads."""
+    """Return the JSON schema of `data.filters`, in the part of the language that `pretraining.outside.schema` reads."""
     rules = {name: rule.schema(described) for name, rule in RULES.items()}
     return {
         "type": "array",

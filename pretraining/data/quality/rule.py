@@ -52,7 +52,7 @@ class Rule(Section):
 
     name: ClassVar[str]
     together: ClassVar[dict] = {}
-    """What its keys ask of each other, in the words of `pretraining.schema`."""
+    """What its keys ask of each other, in the words of `pretraining.outside.schema`."""
     sources: list[str] | None = key(default=None, minItems=1, omitted=True)
     """Names of the sources whose texts it judges; left out: all."""
 

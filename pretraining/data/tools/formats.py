@@ -34,7 +34,7 @@ from pretraining.data.progress import ProgressBar
 from pretraining.data.shards import token_dtype
 from pretraining.errors import UserError, nearest
 from pretraining.outside.files import COUNT, NAME, object_of, read_json_value
-from pretraining.schema import check
+from pretraining.outside.schema import check
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -13,8 +13,8 @@ from pretraining.data.prepared import open_folder, preparing_command
 from pretraining.data.progress import ProgressBar
 from pretraining.errors import UserError
 from pretraining.outside.masking import escaped
+from pretraining.outside.schema import listed
 from pretraining.recipe.recipe import Recipe
-from pretraining.schema import listed
 
 SEARCH_BATCH = 256
 """Documents that a search decodes at once."""
