@@ -1,7 +1,6 @@
 """Prepare the text of a recipe for training: sources x tokenizer -> data/<name>/."""
 
 import argparse
-import json
 import os
 
 from pretraining.command_line import (
@@ -13,6 +12,7 @@ from pretraining.command_line import (
 from pretraining.data.preparation.execution import EXECUTORS, SLURM_KEYS, Execution, read_slurm_options
 from pretraining.data.preparation.prepare import count_data, counts_text, prepare_data
 from pretraining.errors import one_line_errors
+from pretraining.outside.masking import as_json
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.runtime.processes import end_with_standard_input
 
@@ -40,11 +40,11 @@ def main() -> None:
     # --json is for scripts, which need no progress bar.
     if options.count:
         counts = count_data(recipe, options.count_documents, show_progress=not options.json)
-        print(json.dumps(counts) if options.json else counts_text(counts))
+        print(as_json(counts) if options.json else counts_text(counts))
         return
     execution = Execution(options.executor, options.workers, read_slurm_options(options.slurm))
     outcome = prepare_data(recipe, options.data_dir, not options.json, execution, options.replace)
-    print(json.dumps(outcome.to_dict()) if options.json else outcome.as_text())
+    print(as_json(outcome.to_dict()) if options.json else outcome.as_text())
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -66,7 +66,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--count", action="store_true", help="count tokens by source and exit; writes nothing")
     what = "with --count: the first N documents of each source"
     add("--count_documents", type=positive_integer, metavar="N", help=what)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.count_documents and not options.count:
+        parser.error("--count_documents: goes with --count: add that, or leave it out")
+    if options.count and (options.replace or options.executor != "auto" or options.workers or options.slurm):
+        what = "leave out --replace, --executor, --workers and --slurm"
+        parser.error(f"--count: counts in this process, and writes nothing; {what}")
+    return options
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pretraining.errors import UserError
 from pretraining.recipe.data import Data, Source
 from pretraining.recipe.model import Model
 from tests.gear.finished_data import prepare, recipe_for, refusal, write_jsonl
-from tests.gear.runs import bytes_of
+from tests.gear.runs import bytes_of, execute, refused
 
 UINT16 = np.dtype(np.uint16)
 FAST = ("fastokens", "gigatoken")
@@ -320,6 +320,14 @@ def test_the_fast_json_reader_gives_what_json_gives(tmp_path: Path) -> None:
     path.write_text("\n".join(ODD_LINES), encoding="utf-8")
     expected = [json.loads(line)["text"] for line in ODD_LINES if line.strip()]
     assert [text for text, *_ in open_source(Source(path=str(path))).documents()] == expected
+
+
+@pytest.mark.parametrize("words", ["--count_documents 5", "--count --replace", "--count --workers 2"])
+def test_options_beside_count_that_would_do_nothing_are_refused(words, tmp_path):
+    said = refused(
+        execute(["python", "data_prep.py", "--recipe", "tiny", "--data_dir", tmp_path, *words.split()])
+    )
+    assert said.startswith(f"error: {words.split()[0]}: ") and not any(tmp_path.iterdir())
 
 
 def test_count_agrees_with_the_sources_and_writes_nothing(folder: Path, tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ class OutsideFuzz:
     # what reads them
 
     def _look_back(self) -> None:
-        folder, out = self.run.path, self.box / "out"
+        folder, out = self.run.path, self.box / "out.csv"
         as_text(look_back(folder))
         reporting.write_report([folder], out)
         reporting.main(["csv", str(folder), "--output", str(out)])
@@ -351,7 +351,7 @@ class OutsideFuzz:
         outcome = self._outcome(name, reader, mutation)
         _remove(reader.path)
         reader.path.write_bytes(self.good[name])
-        for left in ("cache", "fetched", "out"):
+        for left in ("cache", "fetched", "out.csv"):
             _remove(self.box / left)
         if self._outside() != self.before:
             return Outcome("outside", name, f"{mutation}: wrote outside of its folder")
