@@ -41,6 +41,8 @@ EXAMPLES_OF = {
   python -m pretraining.data push data/python-stdlib my-name/python-stdlib --private""",
 }
 
+DEFAULT_SHARE = 0.005
+
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
@@ -69,7 +71,7 @@ def run_verify(options: argparse.Namespace) -> tuple[dict, str]:
 def run_stats(options: argparse.Namespace) -> tuple[dict, str]:
     from pretraining.data.tools.inspect import measure_data, stats_text
 
-    wanted = options.tokens, options.top, not options.json, options.sequence_length
+    wanted = options.tokens, options.top or 10, not options.json, options.sequence_length
     measured = measure_data(options.folder, *wanted)
     return measured, stats_text(measured)
 
@@ -104,7 +106,9 @@ def run_inspect(options: argparse.Namespace) -> tuple[dict | list, str]:
             numbers = [first, *range(first + 1, min(last, held))]
         else:
             # Of a range, so that no list of all documents is made.
-            numbers = sorted(random.Random(options.seed).sample(range(held), min(options.count or 3, held)))
+            numbers = sorted(
+                random.Random(options.seed or 0).sample(range(held), min(options.count or 3, held))
+            )
         documents = [inspection.document(number) for number in numbers]
     return documents, "\n\n".join(document_text(each, options.max_chars) for each in documents)
 
@@ -121,7 +125,8 @@ def run_convert(options: argparse.Namespace) -> tuple[dict, str]:
         made = export_data(options.folder, form, Path(place), not options.json)
     else:
         reading = TokenFiles(form, Path(place), options.dtype, options.column)
-        made_with = options.tokenizer, options.validation_share
+        share = DEFAULT_SHARE if options.validation_share is None else options.validation_share
+        made_with = options.tokenizer, share
         made = import_data(options.folder, reading, *made_with, not options.json)
     lines = [f"{made['folder']} is ready"]
     for split in ("train", "validation"):
@@ -183,7 +188,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = _verb(verbs, run_stats, "counts, document lengths, token frequencies").add_argument
     what = "counts and lengths only; no shard is read whole"
     add("--no-tokens", dest="tokens", action="store_false", help=what)
-    add("--top", type=positive_integer, default=10, metavar="N", help="tokens listed at each end (10)")
+    add("--top", type=positive_integer, metavar="N", help="tokens listed at each end (10)")
     what = "also which share of train's documents the ends of blocks of L tokens cut, in sequence and by best fit"
     add("--sequence_length", type=positive_integer, metavar="L", help=what)
     inspect = _verb(verbs, run_inspect, "documents as text; what a block is made of")
@@ -200,7 +205,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what = "change a value of --recipe"
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=what)
     add("--count", type=positive_integer, metavar="K", help="documents to show (3 at random, else 1)")
-    add("--seed", type=int, default=0, help="draw of the random documents (default 0)")
+    add("--seed", type=int, help="draw of the random documents (default 0)")
     what = "of each text (default 2000; 0: all)"
     add("--max_chars", type=not_negative_integer, default=2000, help=what)
     what = "to and from megatron and datatrove, and from bin (nanoGPT, llm.c) and mds"
@@ -216,8 +221,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     what += "(default: uint16 or uint32 by the tokenizer; int64)"
     add("--dtype", choices=("uint16", "uint32", "int32", "int64"), help=what)
     add("--column", metavar="NAME", help="with --from mds: the tokens (default: tokens, input_ids)")
-    what = "with --from: documents kept for validation, by a hash of their tokens (default 0.005)"
-    add("--validation_share", type=float, default=0.005, metavar="SHARE", help=what)
+    what = f"with --from: documents kept for validation, by a hash of their tokens (default {DEFAULT_SHARE})"
+    add("--validation_share", type=float, metavar="SHARE", help=what)
     what = "train a classifier of good and other texts, for the filter rule quality"
     add = _verb(verbs, run_quality, what, "FILE", "the classifier to write, an .npz file").add_argument
     for side in ("good", "other"):
@@ -229,7 +234,29 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("repo_id", metavar="OWNER/NAME", help="data set repository; made where it does not exist")
     add("--private", action="store_true", help="make a new repository private")
     add("--dry_run", action="store_true", help="list the files and the card; send nothing")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name, has_effect in with_effect(options).items():
+        if getattr(options, name) not in (None, []) and not has_effect:
+            parser.error(f"--{name}: would change nothing of what is asked for; leave it out")
+    return options
+
+
+def with_effect(options: argparse.Namespace) -> dict[str, bool]:
+    """Return {option of the verb: whether it can change the answer}, of those for which it depends on others."""
+    if options.verb == "stats":
+        return {"top": options.tokens}
+    if options.verb == "convert":
+        form = options.import_from and options.import_from[0]
+        dtype, column = form in ("bin", "mds"), form == "mds"
+        return {**dict.fromkeys(("tokenizer", "validation_share"), form), "dtype": dtype, "column": column}
+    if options.verb == "inspect":
+        of_documents = options.block is options.sample is None
+        is_drawn = of_documents and options.document is options.search is None
+        has_length = options.sample is not None or options.sequence_length is None
+        recipe = not of_documents and has_length
+        length = {"set": options.recipe is not None, "recipe": recipe, "sequence_length": not of_documents}
+        return {**length, "count": of_documents, "seed": is_drawn}
+    return {}
 
 
 def _verb(

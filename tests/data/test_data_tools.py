@@ -220,6 +220,27 @@ def test_inspect_refuses_what_is_not_there(made, said):
     assert said in refusal(main, ["inspect", str(made.folder), *NOT_THERE[said].split()])
 
 
+NO_EFFECT = (
+    "stats D --no-tokens --top 3",
+    "inspect D --set training.seed=1",
+    "inspect D --recipe tiny",
+    "inspect D --sequence_length 5",
+    "inspect D --block 0 --sequence_length 10 --recipe tiny",
+    "inspect D --block 0 --sequence_length 10 --count 3",
+    "inspect D --document 1 --seed 3",
+    "convert D --to megatron OUT --tokenizer x",
+    "convert D --to megatron OUT --validation_share 0.5",
+    "convert D --from megatron IN --dtype int64",
+    "convert D --from bin IN --column tokens",
+)
+
+
+@pytest.mark.parametrize("words", NO_EFFECT)
+def test_an_option_that_would_change_nothing_is_refused(words):
+    """Nobody reads an answer to another question than the one that was asked. It is always the last of them."""
+    assert refusal(main, words.split()).startswith(f"{words.split()[-2]}: would change nothing")
+
+
 def test_folders_that_hold_no_finished_data_are_one_line(made, tmp_path):
     """An unknown folder, one above the data, one whose preparation was interrupted: what, where, what to do."""
     said = refusal(main, ["verify", str(tmp_path / "nowhere")])
