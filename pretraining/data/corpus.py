@@ -23,6 +23,7 @@ from pretraining.data.text_files import (
     InputFile,
     TextColumn,
     cut_file,
+    is_hidden,
     list_files,
     local_file,
     read_documents,
@@ -192,8 +193,8 @@ def identity_of_dataset(dataset: str, config: str | None, split: str, revision: 
                 revision = hub.HfApi().dataset_info(dataset, revision=revision, timeout=10).sha
         return {**known, "commit": revision}
     inside = [each.relative_to(folder) for each in sorted(folder.rglob("*")) if each.is_file()]
-    # Hidden files (.git, caches) are no data, and change without it.
-    shown = [folder / name for name in inside if not any(part.startswith(".") for part in name.parts)]
+    # what is hidden (.git, caches) changes without the data
+    shown = [folder / name for name in inside if not is_hidden(*name.parts)]
     return {**known, **FileSource([local_file(path, folder) for path in shown]).fingerprint()}
 
 

@@ -186,8 +186,8 @@ def local_file(path: Path, root: Path) -> InputFile:
 def files_below(folder: Path, key: str, suffixes: tuple[str, ...], unread: Counter[str]) -> list[Path]:
     """List the files with these suffixes in a folder and all folders in it; UserError if one of these cannot be read.
 
-    The others are counted in `unread`. A link to a folder is entered if it leads to one that is neither around
-    `folder`, nor in it, nor entered already: no file is read twice.
+    The others are counted in `unread`; what is hidden (`is_hidden`) is not there. A link to a folder is entered if it
+    leads to one that is neither around `folder`, nor in it, nor entered already: no file is read twice.
     """
 
     def refuse(error: OSError) -> None:
@@ -205,10 +205,12 @@ def files_below(folder: Path, key: str, suffixes: tuple[str, ...], unread: Count
                 folders.clear()
                 continue
             entered.add(identity)
+            # in place: `os.walk` enters only the folders that are left in this list
+            folders[:] = [name for name in folders if not is_hidden(name)]
             waiting += [path for name in folders if (path := Path(root, name)).is_symlink()]
-            for path in (Path(root, name) for name in names):
+            for path in (Path(root, name) for name in names if not is_hidden(name)):
                 if not path.name.lower().endswith(suffixes):
-                    _count_unread(path.relative_to(folder).parts, unread)
+                    _count_unread(path.name, unread)
                 elif path.is_file():
                     found.append(path)
                 elif path.is_symlink():
@@ -216,17 +218,20 @@ def files_below(folder: Path, key: str, suffixes: tuple[str, ...], unread: Count
     return found
 
 
+def is_hidden(*parts: str) -> bool:
+    """Return whether names below a source's folder are no data: of .git, of a notebook's copies, macOS's `._name`."""
+    return any(part.startswith(".") for part in parts)
+
+
 def _identity_of(folder: Path) -> tuple[int, int]:
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
-def _count_unread(parts: tuple[str, ...], unread: Counter[str]) -> None:
-    # Hidden files (.git, caches) are no data.
-    if not any(part.startswith(".") for part in parts):
-        endings = PurePosixPath(parts[-1].lower()).suffixes[-2:]
-        is_packed = parts[-1].lower().endswith(_PACKINGS)
-        unread["".join(endings if is_packed else endings[-1:]) or "no suffix"] += 1
+def _count_unread(name: str, unread: Counter[str]) -> None:
+    endings = PurePosixPath(name.lower()).suffixes[-2:]
+    is_packed = name.lower().endswith(_PACKINGS)
+    unread["".join(endings if is_packed else endings[-1:]) or "no suffix"] += 1
 
 
 def unread_note(key: str, unread: dict[str, int], num_read: int, remedy: str) -> str:
@@ -257,7 +262,13 @@ def _local_files(spec: str, key: str, suffixes: tuple[str, ...], unread: Counter
             raise UserError(f"{key}: {spec}: no such file or folder (looked in {Path.cwd()})")
         fixed = next(number for number, part in enumerate(path.parts) if glob.has_magic(part))
         root = Path(*path.parts[:fixed])
-        matches = [each for each in root.glob(str(Path(*path.parts[fixed:]))) if each.is_file()]
+        wildcards = path.parts[fixed:]
+        found = root.glob(str(Path(*wildcards)))
+        # as in a shell: hidden ones only where the pattern names them
+        shown = (
+            each for each in found if is_hidden(*wildcards) or not is_hidden(*each.relative_to(root).parts)
+        )
+        matches = [each for each in shown if each.is_file()]
     _refuse_unreadable(map(str, matches), key, suffixes)
     return [local_file(each, root) for each in matches]
 
@@ -273,17 +284,24 @@ def _remote_files(spec: str, key: str, suffixes: tuple[str, ...], unread: Counte
     fsspec = require("fsspec", f"reading {spec}")
     try:
         system, path = fsspec.core.url_to_fs(spec)
+        # not PurePosixPath: the path may be a whole URL
+        root, parts = path.rstrip("/"), path.split("/")
         if glob.has_magic(path):
+            # The folder above the first part that holds a wildcard.
+            fixed = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+            root = "/".join(parts[:fixed])
             found = system.glob(path, detail=True)
+            found = found if is_hidden(*parts[fixed:]) else _shown(found, root)
             entries = {name: info for name, info in found.items() if info["type"] == "file"}
-        # not `exists`, which would take every fault of the network for an absence
+        # Not `exists`, which would take every fault of the network for an absence. Not `isdir`: to answer, fsspec's
+        # HTTP would fetch a whole file.
         elif (info := system.info(path))["type"] == "file":
-            entries = {path: info}
+            root, entries = "/".join(parts[:-1]), {path: info}
         else:
-            found = system.find(path, detail=True)
+            found = _shown(system.find(path, detail=True), root)
             entries = {name: info for name, info in found.items() if name.lower().endswith(suffixes)}
             for name in found.keys() - entries.keys():
-                _count_unread(tuple(name.removeprefix(path).split("/")), unread)
+                _count_unread(name, unread)
     except FileNotFoundError as error:
         raise UserError(f"{key}: {spec}: no such file or folder can be reached there") from error
     except ImportError as error:  # fsspec names the package that this kind of address needs
@@ -294,19 +312,17 @@ def _remote_files(spec: str, key: str, suffixes: tuple[str, ...], unread: Counte
         remedy = "check the address, the credentials and the network"
         raise UserError(f"{key}: {spec}: {what}; {remedy}") from error
     _refuse_unreadable(entries, key, suffixes)
-    root = path.rstrip("/")
-    # Not isdir(): to answer, fsspec's HTTP would fetch a whole file.
-    if path in entries or glob.has_magic(path):
-        # The folder above the first part that holds a wildcard, or above the file.
-        parts = path.split("/")  # not PurePosixPath: the path may be a whole URL
-        fixed = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-        root = "/".join(parts[:fixed])
     files = []
     for name, info in entries.items():
         version = next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
         below, size = name.removeprefix(root).lstrip("/"), int(info.get("size") or 0)
         files.append(InputFile(system.unstrip_protocol(name), below, size, version))
     return files
+
+
+def _shown(found: dict[str, dict], root: str) -> dict[str, dict]:
+    """Leave out of files of a store, by their paths, what is hidden below `root`."""
+    return {name: info for name, info in found.items() if not is_hidden(*name.removeprefix(root).split("/"))}
 
 
 def cut_file(
@@ -458,6 +474,9 @@ def _read_fasta(file: InputFile, extent: Extent) -> Iterator[Document]:
 
 
 def _open_lines(file: InputFile) -> BinaryIO:
+    # Both readers would find no line in an empty file. Of a file whose length a web server does not say it is 0 here.
+    if file.name.lower().endswith((".gz", ".zst")) and not (file.num_bytes or is_remote(file.address)):
+        raise _damaged(file.address, "0 bytes")
     opened = file.open()
     if file.name.lower().endswith(".gz"):
         return gzip.open(opened, "rb")

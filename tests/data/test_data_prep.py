@@ -237,9 +237,10 @@ def test_truncated_files_are_refused(root, tmp_path, suffix):
     """Half a file is never taken for a short one."""
     source = _source_of(suffix, tmp_path / "input", make_texts(3000))
     path = next(Path(source).iterdir())
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    message = refused(root, recipe_for(path))
-    assert path.name in message and "truncated or damaged" in message
+    for size in (path.stat().st_size // 2, 0):
+        path.write_bytes(path.read_bytes()[:size])
+        message = refused(root, recipe_for(path))
+        assert path.name in message and "truncated or damaged" in message, size
 
 
 def test_paths_that_hold_nothing_readable_are_refused(root, tmp_path):
