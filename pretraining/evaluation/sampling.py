@@ -8,7 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, TrainerCallback, TrainerState
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from pretraining.data.tokenizer import DOCUMENT_PREFIX
@@ -124,8 +131,7 @@ def continued(
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=num_tokens,
             pad_token_id=tokenizer.eos_token_id,  # else transformers warns at each text
-            # the config says False, which is right for training; a class of one's own may have no cache
-            use_cache="cache" in inspect.signature(model.forward).parameters,
+            use_cache=has_cache(model),  # the config says False, which is right for training
             tokenizer=tokenizer,  # for stop strings
             logits_processor=LogitsProcessorList([non_finite]),
             # each token is progress: with parameters on NVMe it takes so long that the watch could take it for a hang
@@ -136,6 +142,18 @@ def continued(
             **settings,
         )
     return None if non_finite.found else output[0, len(ids) :].tolist()
+
+
+def has_cache(model: PreTrainedModel) -> bool:
+    """Return whether `generate` may keep what it has computed of earlier tokens."""
+    if "cache" not in inspect.signature(model.forward).parameters:
+        return False  # a class of one's own
+    try:
+        # transformers 5.24 asks for a length that a cache without a layer of attention does not know
+        DynamicCache(config=model.config).get_seq_length()
+    except ValueError:
+        return False
+    return True
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

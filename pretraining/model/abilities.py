@@ -25,7 +25,7 @@ from pretraining.model.attention import TORCH_VARLEN, register_kernels
 from pretraining.model.build import blocks_of, compile_model, keep_products
 from pretraining.model.counting import answer_on_stdin
 from pretraining.model.loss import balance_of, build_loss
-from pretraining.recipe.model import has_experts
+from pretraining.recipe.model import has_experts, without_padding
 from pretraining.recipe.sections import Loss, Speed
 from pretraining.upstream import attention_logits
 from pretraining.upstream.transformers import mask_by_positions
@@ -62,9 +62,8 @@ def built(model: dict, attention: str | None = None) -> PreTrainedModel:
     register_kernels()
     torch.manual_seed(0)
     special = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "attn_implementation": attention}
-    network = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**special | model), trust_remote_code=False
-    ).train()
+    config = AutoConfig.for_model(**special | without_padding(model) | model)
+    network = AutoModelForCausalLM.from_config(config, trust_remote_code=False).train()
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if parameter.ndim > 1:

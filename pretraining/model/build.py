@@ -42,7 +42,7 @@ from pretraining.model.parallel import (
 )
 from pretraining.planning.shapes import parameter_tensors
 from pretraining.recipe import Recipe, model_with_defaults
-from pretraining.recipe.model import has_experts
+from pretraining.recipe.model import has_experts, without_padding
 from pretraining.recipe.optimizer import Mup, scales_by_name
 from pretraining.recipe.refusals import why_not_compiled
 from pretraining.recipe.sections import Speed, Weights
@@ -78,7 +78,8 @@ def build_config(model: dict, tokenizer: PreTrainedTokenizerBase) -> PreTrainedC
         load_extensions([own])  # transformers knows the type from here on
     # a copy: a class may write into the objects that it gets (Olmo3Config adds to rope_parameters)
     keywords = {k: deepcopy(v) for k, v in model.items() if k != "model_type"}
-    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    special: dict = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    special |= without_padding(model)
     if own is None and has_experts(model):
         special["output_router_logits"] = True  # of balance and load, unless the recipe says otherwise
     try:

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from pretraining.errors import UserError
 from pretraining.extend import check_model_keys, load_extensions, model_extension, read_extensions
-from pretraining.recipe.model import EXPERTS
+from pretraining.recipe.model import EXPERTS, without_padding
 from pretraining.upstream.saved_tensors import PRECISIONS, Walk
 from pretraining.upstream.transformers import RuleTrace, StandIn, draw_module, forget_drawn
 
@@ -98,7 +98,7 @@ def describe(model: dict) -> dict:
 
 def build_on_meta(model: dict) -> tuple[PreTrainedModel, PreTrainedConfig]:
     """Build the model without storage, and find the config of its text part."""
-    config = AutoConfig.for_model(**{"use_cache": False, **model})
+    config = AutoConfig.for_model(**{"use_cache": False, **without_padding(model), **model})
     if model_extension(model["model_type"]):
         check_model_keys(model, type(config))
     with torch.device("meta"), no_init_weights():

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, update_wrapper
 from importlib.metadata import version
 from pathlib import Path
@@ -347,13 +347,17 @@ class Model(dict):
         if self.is_exact and "rope_parameters" in model:
             yield from _check_rope(model)
         yield from _check_layer_types(model)
-        # ids that the recipe names are rows of the embedding; those it leaves out are the tokenizer's
+        # ids that the recipe names are rows of the embedding; others are the tokenizer's, and padding has none
         for key in SPECIAL_IDS:
             # eos_token_id may be a list
             for number in self[key] if isinstance(self.get(key), list) else [self.get(key)]:
                 if number is not None and number >= self.vocab_size:
                     what = f"is {number}, beyond model.vocab_size {self.vocab_size}"
                     yield f"model.{key}", f"{what}; leave it out: the tokenizer has it"
+        classes = model.get("unpadded_vocab_size")
+        if classes is not None and classes != self.vocab_size:
+            what = f"is {classes}, and the loss and samples are of all {self.vocab_size} ids; set it to that number"
+            yield "model.unpadded_vocab_size", what
         if self.get("num_mtp_layers"):
             what = f"is {self['num_mtp_layers']}, and nothing here trains layers that predict further tokens"
             yield "model.num_mtp_layers", f"{what}; leave it out, or set it to 0"
@@ -365,6 +369,16 @@ class Model(dict):
         for key in ("attn_pdrop", "attention_dropout"):
             if name == "flex_attention" and model.get(key):
                 yield f"model.{key}", "is not 0, and flex_attention has no dropout: set it to 0"
+
+
+def without_padding(model: Mapping[str, Any]) -> dict[str, None]:
+    """Return the keyword with which the type's class has no padding token; empty for a class that insists on one.
+
+    The id that classes have of themselves is of their published tokenizer: here it is a token as others are, whose row
+    of the embedding would stay at zero.
+    """
+    own = known_types().get(model["model_type"], {}).get("properties", {}).get("pad_token_id", {})
+    return {} if own.get("type") == "integer" else {"pad_token_id": None}
 
 
 def _check_heads_and_experts(model: dict) -> Wrong:

@@ -58,7 +58,7 @@ FOUND = {
     ),
     "some of its parameters get no gradient from text alone": (
         "afmoe axk2 deepseek_v32 deepseek_v4 ernie4_5_moe git glm_moe_dsa hrm_text hy_v4 inkling2_loop_text laguna "
-        "phi4_multimodal trocr"
+        "phi4_multimodal qwen4_exp_text trocr"
     ),
     "no module of transformers draws its initial weights": "openai-gpt",
     "a small one could not be built and tried": (

@@ -27,8 +27,6 @@ OWN = {
 """Keys that must fit the shape and have no common name."""
 MIXTURES = {
     "beam": {"n_group": 1, "topk_group": 1},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
-    | {"indexer_budget": 16, "indexer_compress_ratio": 4},
 }
 """The same, of four layers."""
 
@@ -61,4 +59,6 @@ def small(name: str, entry: dict, **sizes: int) -> dict:
     shape = {keys[key]: value for key, value in wanted.items() if keys[key] in entry["properties"]}
     fitting = LATENT if "qk_rope_head_dim" in entry["properties"] else OTHERS
     shape |= {key: value for key, value in fitting.items() if key in entry["properties"]}
+    if "unpadded_vocab_size" in entry["properties"]:
+        shape["unpadded_vocab_size"] = shape["vocab_size"]
     return {"model_type": name, **shape, **OWN.get(name, {})}

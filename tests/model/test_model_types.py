@@ -2,17 +2,22 @@
 
 import json
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from pretraining.errors import UserError
+from pretraining.evaluation.sampling import continued, has_cache
 from pretraining.extend import load_extensions, model_extension
-from pretraining.model.abilities import ABILITIES, compare, keeps_apart, measured, trains_alike
+from pretraining.model.abilities import ABILITIES, built, compare, keeps_apart, measured, trains_alike
+from pretraining.model.build import build_config
 from pretraining.recipe import load_recipe
 from pretraining.recipe import model as model_types
 from pretraining.recipe.model import MEASURED, known_types, measured_by_itself, why_not, why_not_apart
 from pretraining.recipe.refusals import load_recipe_and_ds_config
 from tests.gear.finished_data import refusal
+from tests.gear.runs import MODELS
 from tests.gear.small_models import measurable
 from tests.gear.split_models import measured_on_two
 
@@ -123,3 +128,35 @@ def test_a_capped_model_is_not_fused_and_a_kernel_that_crosses_documents_is_not_
     gemma2 = measurable("gemma2")
     assert why_not_apart(gemma2, "torch_varlen") and why_not_apart(gemma2, None) is None
     assert "was not measured" in why_not({"model_type": "unheard_of"}, "fused")
+
+
+def test_no_type_has_a_padding_token_of_its_own():
+    """That of its class is of the published tokenizer: here it is another token, whose row would stay at zero."""
+    ours = SimpleNamespace(bos_token_id=0, eos_token_id=0)
+    insists, plain = [], {name: {**measurable(name), "vocab_size": 8} for name in known_types()}
+    for name, model in plain.items():
+        model.pop("pad_token_id", None)
+        if build_config(model, ours).get_text_config().pad_token_id is not None:
+            insists.append(name)
+    assert insists == ["modernbert-decoder"]
+    model = built(plain["olmo2"])
+    model(input_ids=torch.arange(8)[None]).logits.square().mean().backward()
+    assert (model.get_input_embeddings().weight.grad.abs().sum(1) > 0).all()
+    recipe = load_recipe("features/other-model-type", ["model.pad_token_id=1"])
+    assert "the input row of token 1 learns nothing" in " ".join(recipe.notes)
+    assert not [note for note in load_recipe("features/other-model-type").notes if "pad_token_id" in note]
+
+
+def test_the_loss_is_of_as_many_ids_as_the_vocabulary_has():
+    """A class may cut its logits to other ids than the loss, or a sample, goes over."""
+    for name in ("inkling_text", "inkling2_text"):
+        model = {**measurable(name), "unpadded_vocab_size": 64}
+        assert "set it to that number" in " ".join(why for _, why in model_types.Model(model).check())
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "llama"])
+def test_a_model_without_a_layer_of_attention_is_sampled_too(name):
+    """transformers asks its cache for a length that it does not know."""
+    model = built(measurable(name) if name in known_types() else MODELS[name])
+    found = continued(model, SimpleNamespace(eos_token_id=0), [1, 2, 3], 4)
+    assert len(found) <= 4 and has_cache(model) == (name == "llama")

@@ -250,8 +250,8 @@ class BinFile:
             raise UserError(f"{path}: no such file; --from bin takes a .bin file or a folder of them")
         size, self.dtype = path.stat().st_size, np.dtype(dtype or token_dtype(vocab_size)).newbyteorder("<")
         with path.open("rb") as file:
-            header = np.frombuffer(file.read(12), "<i4").tolist()
-        if len(header) == 3 and header[0] in HEADER_TYPES:
+            header = np.frombuffer(file.read(12).ljust(12, b"\0"), "<i4").tolist()
+        if size >= 12 and header[0] in HEADER_TYPES:
             self.dtype, self.start = np.dtype(HEADER_TYPES[header[0]]), HEADER_BYTES
             if size != (expected := HEADER_BYTES + header[2] * self.dtype.itemsize):
                 what = f"truncated or damaged: {size:,} bytes, its header counts {expected:,}"
