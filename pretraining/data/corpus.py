@@ -2,12 +2,13 @@
 
 import os
 import sysconfig
+import zlib
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -58,6 +59,8 @@ class FileSource:
     column: TextColumn = field(default_factory=TextColumn)
     unread: dict[str, int] = field(default_factory=dict)
     """Files of the same folder that are not read, by kind."""
+    listed_again: Callable[[], list[InputFile]] | None = None
+    """Lists the files of a store as they are now."""
     large_pieces: ClassVar[bool] = False
 
     def documents(self, extents: Iterable[Extent] | None = None) -> Iterator[Document]:
@@ -82,8 +85,13 @@ class FileSource:
         return digest_of(read, *self.column.identity)
 
     def check_unchanged(self) -> None:
-        """Raise UserError if a file of this machine has changed since the files were listed."""
-        for file in [file for file in self.files if not is_remote(file.address)]:
+        """Raise UserError if a file has changed since the files were listed."""
+        if self.listed_again is not None:
+            now = {file.address: file for file in self.listed_again()}
+            if changed := [file.address for file in self.files if now.get(file.address) != file]:
+                raise _changed(changed[0])
+            return
+        for file in self.files:
             path = Path(file.address)
             if not path.is_file() or local_file(path, path.parent)._replace(name=file.name) != file:
                 raise _changed(file.address)
@@ -137,7 +145,7 @@ class HubSource:
             try:
                 for number, row in enumerate(rows.shard(rows.num_shards, extent.file), start=1):
                     yield self.column.document(row, f"{place}:row {number}")
-            except (OSError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError, EOFError, zlib.error) as error:
                 raise self._unreachable(error) from error
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
@@ -158,7 +166,7 @@ class HubSource:
         named = {"split": self.split, "revision": self.identity.get("commit") or self.revision}
         try:
             return datasets.load_dataset(self.dataset, self.config, **named, streaming=True)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, EOFError, zlib.error) as error:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> UserError:
@@ -223,7 +231,10 @@ def open_source(spec: TextOrigin, key: str = "data.sources.0") -> TextSource:
         if not file.name.lower().endswith(ROW_SUFFIXES):
             what = f"asks for fields, and {file.address} has none; leave one of them out"
             raise UserError(f"{key}.keep: {what}")
-    return FileSource(files, column, dict(unread))
+    again = (
+        partial(list_files, str(spec.path), f"{key}.path", spec.format) if is_remote(str(spec.path)) else None
+    )
+    return FileSource(files, column, dict(unread), again)
 
 
 def open_sources(data: Data) -> list[TextSource]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretraining.data.arriving import MOST_TRIES, PAUSE_SECONDS, ArrivingSplit
+from pretraining.data.corpus import CLEANING_KEYS
 from pretraining.data.manifest import (
     check_blocks,
     data_differences,
@@ -220,6 +221,9 @@ def _check_manifest(recipe: Recipe, manifest: dict, place: Path | str, command: 
             raise UserError(f"{place}: {what}; {remedy}, or data.name to another folder")
         if differing := tokenizer_difference(manifest, data):
             raise UserError(f"{place}: {differing}; name that one, or convert the data again")
+        if asked := [key for key in CLEANING_KEYS if data.get(key)]:
+            what = f"is of converted tokens, on which data.{asked[0]} has no effect; leave it out"
+            raise UserError(f"{place}: {what}, or prepare the text")
     elif changed := data_differences(manifest, data):
         # At an address nothing is kept beside a data set.
         beside = fitting_beside(place, data) if isinstance(place, Path) else ""

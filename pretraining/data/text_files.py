@@ -53,7 +53,17 @@ SUFFIXES_OF = {
 }
 """By the `format` of a source."""
 
-VERSION_KEYS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "created")
+VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "crc32c",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+)
+VERSION_KEYS += ("created",)
 """The names that stores give to a value that changes with a file's content, best first."""
 
 BUFFER_BYTES = 1 << 20
@@ -292,7 +302,12 @@ def _remote_files(spec: str, key: str, suffixes: tuple[str, ...], unread: Counte
             root = "/".join(parts[:fixed])
             found = system.glob(path, detail=True)
             found = found if is_hidden(*parts[fixed:]) else _shown(found, root)
-            entries = {name: info for name, info in found.items() if info["type"] == "file"}
+            # What a web server lists are names alone: it is asked for sizes and versions one by one.
+            entries = {
+                name: info if info.get("size") is not None else system.info(name)
+                for name, info in found.items()
+                if info["type"] == "file"
+            }
         # Not `exists`, which would take every fault of the network for an absence. Not `isdir`: to answer, fsspec's
         # HTTP would fetch a whole file.
         elif (info := system.info(path))["type"] == "file":

@@ -51,6 +51,8 @@ def test_there_and_back_is_the_same_data(made, tmp_path, form):
     assert entropies[0] == pytest.approx(entropies[1], abs=2e-6)
     opened = open_prepared(recipe_for(tmp_path / "out"), tmp_path / "data")
     assert opened.fingerprint == there["fingerprint"]
+    cleaned = recipe_for(tmp_path / "out", filters=[{"rule": "length", "min_words": 5}])
+    assert "data.filters has no effect" in refusal(open_prepared, cleaned, tmp_path / "data")
     message = refusal(open_prepared, recipe_for(made.source), tmp_path / "data")
     assert f"converted from {form} files" in message and str(tmp_path / "out") in message
 
@@ -277,6 +279,8 @@ def test_streams_that_cannot_be_read_are_named(made, tmp_path):
     path.write_bytes(np.full(99, 5, "<u2").tobytes())
     assert "the end-of-text token 0 does not occur" in refused("bin", "a.bin")
     assert "no whole number of uint32 tokens" in refused("bin", "a.bin", dtype="uint32")
+    (tmp_path / "stub.bin").write_bytes(b"abc")
+    assert "3 bytes are no whole number of uint16 tokens" in refused("bin", "stub.bin")
     write_mds(tmp_path / "mds", documents, "bytes")
     assert "column 'token'; did you mean 'tokens'" in refused("mds", "mds", column="token")
     assert "column id: is int; tokens are bytes or ndarray" in refused("mds", "mds", column="id")

@@ -119,6 +119,19 @@ def test_examples_say_where_the_document_is(tmp_path, monkeypatch, small_tasks, 
     assert [example["where"] for example in examples] == [f"{web}:line 10", f"{web}:byte {byte}"]
 
 
+def test_texts_that_are_not_looked_for_are_told(tmp_path, capsys):
+    """A report of nothing found would read as clean."""
+    (tmp_path / "sets").mkdir()
+    write_jsonl(tmp_path / "sets" / "short.jsonl", ["Who wrote it?", "Nobody knows."])
+    web = write_jsonl(tmp_path / "web.jsonl", [prose(40) for _ in range(60)])
+    recipe = recipe_for(web, decontaminate={"folder": str(tmp_path / "sets")})
+    assert "no text is long enough" in refusal(prepare, tmp_path / "data", recipe)
+    (tmp_path / "sets" / "quiz.txt").write_text(QUESTION)
+    prepare(tmp_path / "data", recipe)
+    said = "note: data.decontaminate: short.jsonl: 2 of 2 texts have fewer than 8 words"
+    assert said in capsys.readouterr().err
+
+
 def test_a_folder_of_evaluation_sets_is_read(tmp_path):
     """.txt whole; of .jsonl(.gz) every string of a row, however deep; each file a set."""
     (tmp_path / "deep").mkdir()

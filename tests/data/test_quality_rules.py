@@ -218,9 +218,17 @@ def test_a_classifier_tells_texts_apart_that_it_has_not_seen(classifier):
 def test_what_is_no_classifier_is_one_line(classifier, tmp_path, capsys):
     content = classifier.read_bytes()
     (tmp_path / "torn.npz").write_bytes(content[: len(content) // 2])
+    (tmp_path / "flipped.npz").write_bytes(
+        content[:100] + bytes(byte ^ 255 for byte in content[100:400]) + content[400:]
+    )
     np.savez(tmp_path / "small.npz", weights=np.zeros(5, np.float32))
     (tmp_path / "few.jsonl").write_text(json.dumps({"text": "one"}))
-    wrong = {"torn": "no classifier", "small": "another version", "none": r"no such file \(looked in"}
+    wrong = {
+        "torn": "no classifier",
+        "flipped": "no classifier",
+        "small": "another version",
+        "none": r"no such file \(looked in",
+    }
     for name, said in wrong.items():
         with pytest.raises(UserError, match=rf"data\.filters\.0\.quality.*{said}|{said}"):
             rule = {"rule": "quality", "model": str(tmp_path / f"{name}.npz"), "min_score": 0.5}

@@ -53,7 +53,7 @@ def test_a_folder_is_read_whole_and_what_is_not_is_said(tmp_path, capsys, monkey
     (root / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     for name in ("1.json.gz", "2.JSON.gz", "part/3.csv", "README", ".git/x"):
         (root / name).touch()
-    write_jsonl(sets / "a.jsonl", ["another text"])
+    write_jsonl(sets / "a.jsonl", ["another text of as many words as are looked for"])
     (sets / "quiz.json").touch()
     for name in ("part/._a.jsonl", "._README"):
         (root / name).write_bytes(b"\0\5\26\7")  # macOS's tar leaves such files
@@ -222,6 +222,14 @@ def test_a_web_server_is_read_like_a_disk(tmp_path):
         with pytest.raises(UserError, match=f"{address}/d.jsonl: cannot be read .*range requests"):
             list(sources[2].documents([Extent(0, 17, 34)]))
         assert f"{address}/c.txt" in refusal(open_source, Source(path=f"{address}/c.txt"))
+        listed = open_source(Source(path=f"{address}/*.jsonl"))
+        assert listed.fingerprint()["bytes"] == (tmp_path / "d.jsonl").stat().st_size
+        # as long as before, an hour later: the server says so by its Last-Modified alone
+        (tmp_path / "d.jsonl").write_text('{"text": "FOUR"}\n{"text": "five"}\n')
+        os.utime(tmp_path / "d.jsonl", (1e9, 1e9))
+        for before, path in ((listed, "*.jsonl"), (sources[2], "d.jsonl")):
+            assert open_source(Source(path=f"{address}/{path}")).fingerprint() != before.fingerprint()
+            assert f"{address}/d.jsonl: changed or removed" in refusal(before.check_unchanged)
     assert texts == [["one", "two"], ["three"], ["four", "five"]]
 
 

@@ -10,6 +10,7 @@
 """
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -81,6 +82,14 @@ class EvaluationSets(Stage):
             own = chain.from_iterable(batch.texts for batch in batches)
             texts = chain(texts, zip(repeat(name), islice(own, documents)))
         index = decontamination.build_index(texts, self.section)
+        for name, there, short in zip(index.names, index.texts, index.too_short, strict=True):
+            if short:
+                what = f"{short:,} of {there:,} texts have fewer than {self.section.shortest} words"
+                note = f"note: data.decontaminate: {name}: {what}, and are not looked for"
+                print(note, file=sys.stderr, flush=True)
+        if not index.hashes:
+            remedy = "lower data.decontaminate.shortest, or leave data.decontaminate out"
+            raise UserError(f"data.decontaminate: no text is long enough to be looked for; {remedy}")
         for length, hashes in index.hashes.items():
             np.save(folder / f"{length}.hashes.npy", hashes)
             np.save(folder / f"{length}.owners.npy", index.owners[length])
