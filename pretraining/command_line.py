@@ -101,6 +101,12 @@ def add_launcher(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", type=quoted_words, default="", metavar="WORDS", help=what)
 
 
+def add_deepspeed(parser: argparse.ArgumentParser) -> None:
+    """Add `--deepspeed`."""
+    what = "a file of ds_configs/ over the recipe's"
+    parser.add_argument("--deepspeed", type=_not_empty, metavar="NAME|PATH", help=what)
+
+
 def add_resuming_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--resume` and `--allow_change` of a command that continues runs."""
     what = "continue from the newest committed checkpoint (default), start over, or from this one"
@@ -175,7 +181,7 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
     what += "(zero3:sequence=4); 'null' for plain data parallel"
     # `accelerate launch` puts the deepspeed_config_file of its config there
     by_accelerate = as_typed(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")) or None
-    add("--deepspeed", metavar="NAME|PATH", default=by_accelerate, help=what)
+    add("--deepspeed", type=_not_empty, metavar="NAME|PATH", default=by_accelerate, help=what)
     add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
     add_resuming_arguments(parser)
     what = "start data_prep.py's work too, and train on the text that is prepared so far; "
@@ -209,6 +215,8 @@ def parse_train_arguments(arguments: list[str] | None = None) -> argparse.Namesp
         raise UserError(f"--nodes {options.nodes}: give --world_size N with it, and at most N nodes")
     if options.rehearse and options.while_preparing:
         raise UserError("--rehearse looks at finished data: leave --while_preparing out, or prepare first")
+    if options.rehearse and options.resume not in ("auto", "never"):
+        raise UserError("--rehearse begins at the start of a run: leave --resume PATH out")
     if not planned:
         options.world_size = world_size_here()  # the launcher decides: its number may not be overridden
     return options

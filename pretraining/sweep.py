@@ -24,6 +24,7 @@ from pretraining.api import REASONS, CommandFailed, checked_run, run, words_of
 from pretraining.checkpoints.folders import refuse_foreign_files
 from pretraining.command_line import (
     OneLineParser,
+    add_deepspeed,
     add_launcher,
     add_recipe_arguments,
     named_path,
@@ -333,7 +334,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     what = "values to train with (repeatable: every combination)"
     add("--over", action="append", required=True, metavar="SECTION.KEY=A,B,...", help=what)
-    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add_deepspeed(parser)
     what = "folder of all runs (default: runs/<recipe>-sweep)"
     add("--output_dir", type=named_path, metavar="DIR", help=what)
     add_starting_arguments(parser, "each point")

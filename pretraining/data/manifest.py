@@ -16,7 +16,7 @@ from pretraining.errors import UserError
 from pretraining.outside.files import CHECKSUM, COUNT, DIGEST, NAME, object_of, parse_json, read_bytes
 from pretraining.outside.schema import Difference, check, differences, filled
 from pretraining.recipe import recipe_schema
-from pretraining.recipe.data import Data
+from pretraining.recipe.data import Data, is_mixed
 
 if TYPE_CHECKING:
     import numpy
@@ -307,23 +307,31 @@ def check_blocks(
     workable_share: Callable[[int, int], float | None] = lambda *_: None,
     is_part: bool = False,
 ) -> None:
-    """Raise UserError unless train, the held-out share and each validation source hold a block, and a target more.
+    """Raise UserError unless train, the held-out share, each validation source and each source of a mixture hold a
+    block, and a target more.
 
     workable_share: finds a data.validation_share that leaves each split a block, from tokens there are and wanted.
     is_part: whether the splits are what a run reads of a data set that holds more.
     """
     # One more than the inputs: the target of the last one.
     wanted = sequence_length + 1
-    held_out: Counter[int] = Counter()
-    for shard in splits["validation"]["shards"]:
-        held_out[shard.get("source") or 0] += shard["tokens"]  # None: of a single source in older data sets
+    trained, held_out = Counter[int](), Counter[int]()
+    for counter, split in ((trained, "train"), (held_out, "validation")):
+        for shard in splits[split]["shards"]:
+            counter[shard.get("source") or 0] += shard[
+                "tokens"
+            ]  # None: of a single source in older data sets
     own = data.validation.sources if data.validation else []
-    for number, source in enumerate(own):
-        found = held_out.pop(len(data.sources) + number, 0)
-        if found < wanted:
-            what = f"data.validation.sources.{number} ({source.called}) has {found:,} tokens, too few for one"
+    needed = [(f"data.validation.sources.{number}", each) for number, each in enumerate(own)]
+    found = [held_out.pop(len(data.sources) + number, 0) for number in range(len(own))]
+    if is_mixed(data):
+        needed += [(f"data.sources.{number}", each) for number, each in enumerate(data.sources)]
+        found += [trained[number] for number in range(len(data.sources))]
+    for (key, source), there in zip(needed, found, strict=True):
+        if there < wanted:
+            what = f"{key} ({source.called}) has {there:,} tokens, too few for one block of {wanted:,}"
             remedy = "add text to it, leave it out, or shorten the sequence length"
-            raise UserError(f"data {data.name!r}: {what} block of {wanted:,}; {remedy}")
+            raise UserError(f"data {data.name!r}: {what}; {remedy}")
     counts = {"train": splits["train"]["tokens"]}
     if data.validation_share:
         counts["validation"] = sum(held_out.values())

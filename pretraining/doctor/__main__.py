@@ -12,6 +12,8 @@ from pathlib import Path
 from pretraining.command_line import (
     OneLineParser,
     add_data_source,
+    add_deepspeed,
+    add_resuming_arguments,
     named_path,
     positive_integer,
     started_by_launcher,
@@ -98,16 +100,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the arguments of the doctor; those that launchers add (`--local_rank`) are accepted and ignored."""
     shown = {"description": __doc__, "epilog": EXAMPLES}
     parser = OneLineParser("python -m pretraining.doctor", **shown, allow_abbrev=False)
-    add, as_train = parser.add_argument, "as train.py will get it"
+    add = parser.add_argument
     add("--recipe", metavar="NAME|PATH", help="the run that is to start here")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one value of it")
-    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add_deepspeed(parser)
     number = "number of processes (default: one for each GPU)"
     add("--world_size", type=positive_integer, metavar="N", help=number)
     add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
-    add("--resume", default="auto", metavar="auto|never|PATH|URL", help=as_train)
-    more = {"metavar": "SECTION.KEY", "help": f"{as_train} (repeatable)"}
-    add("--allow_change", action="append", default=[], **more)
+    add_resuming_arguments(parser)
     add_data_source(parser)
     add("--json", action="store_true", help="findings, summary and versions as JSON")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)

@@ -220,7 +220,7 @@ def _run_folder(launch: Launch) -> Iterator[Finding]:
     free = num_bytes(shutil.disk_usage(folder).free)
     disk = Finding("disk", FINE, f"{free} free at {folder}")
     if launch.plan is not None:
-        needed = num_bytes(launch.plan.checkpoint_disk_bytes + launch.plan.export_bytes)
+        needed = num_bytes(launch.plan.saved_bytes + launch.plan.export_bytes)
         disk = Finding("disk", FINE, f"{free} free, {needed} for checkpoints and export")
         found = Machine(disk_room_bytes=host.disk_room_bytes(launch.run_folder, launch.continues))
         for refusal in check_plan(launch.plan.setup, found).refusals[:1]:

@@ -13,6 +13,7 @@ import numpy as np
 from pretraining.command_line import (
     OneLineParser,
     add_data_source,
+    add_deepspeed,
     named_path,
     positive_integer,
     positive_number,
@@ -186,7 +187,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("recipe", metavar="RECIPE", help="a file of recipes/, or a path")
     repeated = {"action": "append", "default": [], "metavar": "SECTION.KEY=VALUE"}
     add("--set", **repeated, help="change one value of the recipe")
-    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add_deepspeed(parser)
     add_data_source(parser)
     what = "folder of all runs (default: runs/<recipe>-ladder)"
     add("--output_dir", type=named_path, metavar="DIR", help=what)

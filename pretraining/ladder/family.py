@@ -282,7 +282,8 @@ def _member(
         ),
     }
     # tasks are scored at the end alone
-    values["evaluation"]["task_steps"] = first * 2 * doublings
+    if values["evaluation"]["tasks"] or values["evaluation"]["hellaswag"]:
+        values["evaluation"]["task_steps"] = first * 2 * doublings
     values |= {"mup": mup, "published": {}, "description": f"{MEMBER} {target.name}."}
     values["extensions"] = [
         str(each.path.absolute()) if each.is_file else each.module for each in shaped.extensions

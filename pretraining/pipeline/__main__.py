@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pretraining.checkpoints.folders import refuse_foreign_files
 from pretraining.command_line import (
     OneLineParser,
+    add_deepspeed,
     add_launcher,
     add_recipe_arguments,
     add_resuming_arguments,
@@ -125,7 +126,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog, description=__doc__, epilog=EXAMPLES, allow_abbrev=False)
     add_recipe_arguments(parser)
     add = parser.add_argument
-    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add_deepspeed(parser)
     add("--output_dir", type=named_path, metavar="DIR", help="run folder (default: runs/<recipe>)")
     add_launcher(parser)
     what = "ranks that are planned for (default: what --launcher says, else 1)"

@@ -148,15 +148,19 @@ def _other_refusals(case: _Case) -> Iterator[Objection]:
             remedy = "more GPUs share the offloaded states, or use --deepspeed zero3_nvme"
         yield Objection(what, remedy)
     plan, room = case.plan, case.machine.disk_room_bytes
-    if room is not None and plan.checkpoint_disk_bytes > room:
-        kept = f"{plan.checkpoints_kept} checkpoint" + ("s" if plan.checkpoints_kept > 1 else "")
-        what = f"{kept} and one being written need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
+    if room is not None and plan.saved_bytes > room:
+        kept = several(plan.checkpoints_kept, "checkpoint")
+        if plan.weights_kept:
+            kept += f", the weights of {plan.weights_kept:,} earlier ones"
+        what = f"{kept} and one being written need {num_bytes(plan.saved_bytes)} of disk"
         remedy = "fewer do not fit either: give --output_dir on a larger disk"
         for fewer in range(plan.checkpoints_kept - 1, 0, -1):
             recipe = replace(case.recipe, checkpoints=replace(case.recipe.checkpoints, keep_last=fewer))
-            if build_run_plan(replace(case.setup, recipe=recipe)).checkpoint_disk_bytes <= room:
+            if build_run_plan(replace(case.setup, recipe=recipe)).saved_bytes <= room:
                 remedy = f"keep fewer: --set checkpoints.keep_last={fewer}"
                 break
+        if plan.checkpoint_disk_bytes <= room:
+            remedy = "save more rarely (training.save_steps), or --set checkpoints.demote_to_weights=false"
         yield Objection(f"{what}, there is room for {num_bytes(room)}", remedy)
     # a gradient that GPUs may overwrite before it is reduced
     tensor = unprotected_gradient(case.setup)

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 
 SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "q": 1e15}
 LARGEST = 1e33
@@ -13,10 +14,12 @@ def amount(text: str) -> float:
 
     `ArgumentTypeError` if it is not a number, not positive, or beyond 1e33.
     """
-    # thousands may be separated, as in 1,000 or 1_000
-    digits, scale = text.replace(",", "").replace("_", ""), 1.0
+    digits, scale = text, 1.0
     if digits[-1:].lower() in SUFFIXES:
         digits, scale = digits[:-1], SUFFIXES[digits[-1].lower()]
+    # Thousands may be separated, as in 1,000 or 1_000. A comma that stands elsewhere may mean a decimal one.
+    if re.fullmatch(r"\d{1,3}([,_]\d{3})+(\.\d*)?", digits):
+        digits = digits.replace(",", "")
     try:
         number = float(digits) * scale
     except ValueError:

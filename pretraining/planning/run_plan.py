@@ -141,6 +141,11 @@ class RunPlan:
         return self.checkpoint_bytes * (self.checkpoints_kept + 1) if self.checkpoints_kept else 0
 
     @property
+    def saved_bytes(self) -> int:
+        """The same with the weights of earlier checkpoints, which stay until the end."""
+        return self.checkpoint_disk_bytes + self.weights_kept * self.export_bytes
+
+    @property
     def disk(self) -> dict[str, int]:
         """Bytes on the run's disk by what they are for, with as many token shards as the run reads."""
         parts = {

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from pretraining.command_line import add_deepspeed
 from pretraining.ds_config import Degrees, degrees_of, zero_stage
 from pretraining.errors import UserError
 from pretraining.outside.schema import refuse_first
@@ -247,7 +248,7 @@ def add_setup_arguments(parser: argparse.ArgumentParser, on_cluster: bool = Fals
     """Add the options of a recipe, a model or a size, and `--tokens`. on_cluster: `--world_size` and `--gpu` too."""
     add_shape_arguments(parser)
     add = parser.add_argument
-    add("--deepspeed", metavar="NAME|PATH", help="a file of ds_configs/ over the recipe's")
+    add_deepspeed(parser)
     add("--parameters", type=count, metavar="N", help="instead of a recipe: 7b, 6.7e9")
     add("--tokens", type=count, metavar="D", help="training tokens: 140b, 1.4t")
     if on_cluster:

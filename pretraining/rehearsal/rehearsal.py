@@ -114,9 +114,10 @@ class Rehearsal:
         self.recipe, self.ds_config, self.options = recipe, ds_config, options
         self.world_size: int = options.world_size
         self.setup = Setup(recipe, ds_config, self.world_size)
-        self.nodes: int = options.nodes or -(-self.world_size // 8)
         self.is_elsewhere = options.rehearse == ELSEWHERE
         self.gpu = find_gpu(options.gpu) if options.gpu else None
+        gpus_of_a_node = self.gpu.gpus_per_node if self.gpu else 8
+        self.nodes: int = options.nodes or -(-self.world_size // gpus_of_a_node)
         self.run = RunFolder(options.output_dir or WORKPLACE / "runs" / recipe.name)
         self.parts: list[RehearsedPart] = []
         self.ranks: list[dict] = []
@@ -188,7 +189,7 @@ class Rehearsal:
         need = memory_need(self.setup, machine.gpu_memory_bytes)
         there = f" of {num_bytes(gpu.memory_bytes)}" if gpu else ""
         memory = f"{num_bytes(need.total)}{there} on each GPU, {need.largest} the most"
-        disk = f"checkpoints need {num_bytes(plan.checkpoint_disk_bytes)} of disk"
+        disk = f"checkpoints need {num_bytes(plan.saved_bytes)} of disk"
         return f"{memory}; {plan.setup.recipe.num_steps:,} steps; {disk}"
 
     def _run_folder(self, part: RehearsedPart) -> str:
@@ -278,7 +279,7 @@ class Rehearsal:
         different = len(np.unique(dataset.block_numbers(np.arange(count))))
         groups = several(self.world_size // self.setup.degrees.ranks_per_sample, "group")
         read = f"the first {STEPS_COMPARED} steps read {count:,} samples, {different:,} different blocks"
-        return f"{read}, on {groups} of ranks; no two groups share one"
+        return f"{read}, on {groups} of ranks" + ("; no two groups share one" if different == count else "")
 
     def _environment(self, part: RehearsedPart) -> str:
         from pretraining.extend import load_extensions
