@@ -60,6 +60,7 @@ from pretraining.upstream.transformers import (
     attention_of,
     call_recomputed,
     capture_routers,
+    draw_module,
     forward_of_class,
     keep_buffers,
     mask_by_positions,
@@ -160,6 +161,8 @@ def build_model(
     if groups.degrees.expert > 1:
         with groups_at_once(own_group):
             split_experts(built, groups.degrees.expert)
+    if given is not None or not draw_weights:
+        compute_buffers(built)
     if given is not None:
         given.fill(built, arguments.device)
     elif draw_weights:
@@ -183,6 +186,17 @@ def build_model(
         keep_products(built)
     compile_model(built, speed, groups.degrees)
     return built
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint holds, as drawing does: a constructor may have done so in 16 bit.
+
+    A rule may draw a child's parameters too: whoever calls this gives the model its weights afterwards.
+    """
+    for module in model.modules():
+        unsaved = {name for name, _ in module.named_buffers(recurse=False)} - module.state_dict().keys()
+        if unsaved and next(module.parameters(recurse=False), None) is None:
+            draw_module(model, module)
 
 
 def _without_weights(config: PreTrainedConfig, attention: str | None, dtype: torch.dtype) -> PreTrainedModel:

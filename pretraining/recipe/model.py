@@ -124,9 +124,15 @@ def why_not(model: dict, ability: str) -> str | None:
         found = _json_of(MEASURED)["types"].get(kind, {})
     if ability not in found:
         return f"was not measured for {kind}"
-    # the type may do so with or without a cap, and was measured without
-    if ability == "fused" and (cap := model_with_defaults(model).get(LOGIT_CAP)):
+    # measured without: the type may do so with them
+    values = model_with_defaults(model)
+    if ability == "fused" and (cap := values.get(LOGIT_CAP)):
         return f"{LOGIT_CAP} is {cap:g}, and a fused loss never has the logits"
+    if ability == "fused" and values.get("lm_head_bias"):
+        return "lm_head_bias is true, and a fused loss multiplies with the head's weight alone"
+    # transformers 5.24 gives its kernels no window
+    if ability == "apart torch_varlen" and kind == "qwen2_moe" and values.get("use_sliding_window"):
+        return "use_sliding_window is true, and its layers have no window in this kernel"
     return found[ability] and f"does not hold for {kind} ({found[ability]})"
 
 
@@ -358,6 +364,9 @@ class Model(dict):
         if classes is not None and classes != self.vocab_size:
             what = f"is {classes}, and the loss and samples are of all {self.vocab_size} ids; set it to that number"
             yield "model.unpadded_vocab_size", what
+        if model.get("use_bidirectional_attention"):
+            what = "is not false, and a token would see those that follow it, which it is to predict"
+            yield "model.use_bidirectional_attention", f"{what}; leave it out, or set it to false"
         if self.get("num_mtp_layers"):
             what = f"is {self['num_mtp_layers']}, and nothing here trains layers that predict further tokens"
             yield "model.num_mtp_layers", f"{what}; leave it out, or set it to 0"

@@ -286,6 +286,16 @@ def test_a_corpus_too_small_for_blocks_says_what_would_do(root, corpus):
     assert "too few for one block of 100,001" in finished_data.refusal(prepare, root, recipe)
 
 
+def test_a_source_of_a_mixture_without_a_block_is_refused_here(root, corpus, tmp_path):
+    """And not by the run, after hours of preparation: no row has what `keep` asks for."""
+    other = write_jsonl(tmp_path / "other.jsonl", make_texts(300))
+    kept = {"path": str(other), "weight": 1, "keep": [{"field": "scoer", "at_least": 3}]}
+    recipe = recipe_for({"path": str(corpus), "weight": 1}, kept)
+    said = finished_data.refusal(prepare, root, recipe)
+    assert "data.sources.1 (other.jsonl) has 0 tokens, too few for one block" in said
+    assert not (root / "corpus" / "manifest.json").exists()
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused(root, corpus, tmp_path):
     """More ids than embeddings, too few merges, no way to close documents, no tokenizer at all."""
     large = recipe_for(corpus, tokenizer={"train_vocab_size": 600})

@@ -160,3 +160,14 @@ def test_a_model_without_a_layer_of_attention_is_sampled_too(name):
     model = built(measurable(name) if name in known_types() else MODELS[name])
     found = continued(model, SimpleNamespace(eos_token_id=0), [1, 2, 3], 4)
     assert len(found) <= 4 and has_cache(model) == (name == "llama")
+
+
+def test_what_a_key_changes_is_no_answer_of_the_type():
+    """Each type was measured with its default: what the key changes is refused, or has another way."""
+    biased = {**measurable("phimoe"), "lm_head_bias": True}
+    assert why_not(measurable("phimoe"), "fused") is None and "lm_head_bias" in why_not(biased, "fused")
+    windowed = {**measurable("qwen2_moe"), "use_sliding_window": True}
+    assert "use_sliding_window" in why_not_apart(windowed, "torch_varlen")
+    assert why_not_apart(windowed, "sdpa") is None is why_not_apart(measurable("qwen2_moe"), "torch_varlen")
+    both_ways = model_types.Model({**measurable("gemma3_text"), "use_bidirectional_attention": True})
+    assert [key for key, _ in both_ways.check()] == ["model.use_bidirectional_attention"]

@@ -252,6 +252,8 @@ def test_each_rank_has_a_place_of_its_own(world_size, nodes):
         (["--plan", "--nodes", "2"], "at most N nodes"),
         (["--rehearse", "--world_size", "2", "--nodes", "3"], "at most N nodes"),
         (["--rehearse", "--plan", "--world_size", "2"], "two questions"),
+        (["--rehearse", "--world_size", "2", "--resume", "runs/a/checkpoint-3"], "leave --resume PATH out"),
+        (["--deepspeed", ""], "--deepspeed: is empty"),  # of an unset variable of the shell
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words, named):

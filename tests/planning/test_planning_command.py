@@ -1,5 +1,6 @@
 """`python -m pretraining.planning`: its own examples work, mistakes cost one line, nothing heavy is loaded."""
 
+import argparse
 import contextlib
 import copy
 import json
@@ -18,6 +19,7 @@ from pretraining.errors import UserError
 from pretraining.planning import constants
 from pretraining.planning.__main__ import EPILOG, VERBS, main
 from pretraining.planning.gpus import all_gpus
+from pretraining.planning.quantities import amount
 from pretraining.planning.screen import print_plan
 from pretraining.recipe import load_recipe
 from tests.gear.finished_data import refusal
@@ -374,6 +376,16 @@ def test_the_command_exits_with_2_and_loads_nothing_heavy():
     failed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert failed.returncode == 2 and not failed.stdout
     assert failed.stderr.startswith("error: --gpu H1000") and failed.stderr.count("\n") == 1
+
+
+def test_a_comma_groups_thousands_or_is_refused():
+    """A decimal one would be ten times the price."""
+    assert [amount(text) for text in ("1,000", "1_000", "1,234,567.5", "2.5", "1,400b")] == [
+        *(1000, 1000, 1234567.5, 2.5, 1.4e12)
+    ]
+    for text in ("2,5", "1,4t", "10,00", ",5"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a number"):
+            amount(text)
     code = (
         "import sys\nfrom pretraining.ds_config import load_ds_config\nfrom pretraining.planning.__main__ import main\n"
         "from pretraining.planning.screen import print_plan\nfrom pretraining.recipe import load_recipe\n"

@@ -334,6 +334,17 @@ REFUSED = {
 }
 
 
+def test_weights_of_earlier_checkpoints_need_room_too():
+    """They stay to the end: a run that fills the disk in its middle was told that it fits."""
+    demoting = ["checkpoints.demote_to_weights=true", "training.save_steps=100"]
+    recipe, ds_config = load_recipe_and_ds_config("1.5b", demoting)
+    plan = build_run_plan(Setup(recipe, ds_config, 8))
+    assert plan.saved_bytes > 2 * plan.checkpoint_disk_bytes
+    room = (plan.saved_bytes + plan.checkpoint_disk_bytes) // 2
+    (refusal,) = check_plan(plan.setup, Machine(disk_room_bytes=room)).refusals
+    assert "earlier ones" in refusal.what and "demote_to_weights=false" in refusal.remedy
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_with_a_remedy(name):
     found, remedy = REFUSED[name]
