@@ -34,7 +34,7 @@ from pretraining.recipe.data import check_mixture
 from pretraining.recipe.loading import recipe_of
 from pretraining.recipe.model import Model
 from pretraining.recipe.published import read_published
-from pretraining.recipe.refusals import checked_ds_config, load_recipe_and_ds_config
+from pretraining.recipe.refusals import check_ranks, checked_ds_config, load_recipe_and_ds_config
 from pretraining.recipe.sections import Weights
 from pretraining.runtime.table import Column, facts, write_table
 
@@ -279,6 +279,8 @@ def setup_of(options: argparse.Namespace) -> Setup | BareSize:
         return BareSize(options.parameters, options.tokens, ranks)
     if options.recipe:
         recipe, ds_config = load_recipe_and_ds_config(options.recipe, options.set, options.deepspeed)
+        if getattr(options, "world_size", None):
+            check_ranks(recipe.deepspeed, ds_config, ranks)
     else:
         recipe = recipe_of_model(options, ranks)
         ds_config = checked_ds_config(recipe)

@@ -127,7 +127,7 @@ def check_run(recipe: Recipe, ds_config: dict | None, world_size: int | None = N
     for check in CHECKS:
         refuse_first(check(recipe, ds_config), recipe.where)
     if world_size is not None:
-        _check_ranks(recipe.deepspeed, ds_config, world_size)
+        check_ranks(recipe.deepspeed, ds_config, world_size)
         accumulation_steps(recipe, world_size, ds_config)
 
 
@@ -515,7 +515,7 @@ def _refuse_uneven(name: str, size: int, counts: dict[str, int]) -> None:
             raise UserError(f"{name}: does not divide the {count:,} {what}; {nearest_size} does")
 
 
-def _check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:
+def check_ranks(name: str | None, ds_config: dict | None, world_size: int) -> None:
     """Refuse degrees of parallelism, or a group size of hpZ, that do not divide the ranks."""
     degrees, group = degrees_of(ds_config), hpz_ranks(ds_config)
     there = f"there is {world_size}" if world_size == 1 else f"there are {world_size}"

@@ -16,10 +16,11 @@ from pretraining.ds_config import load_ds_config
 from pretraining.errors import UserError
 from pretraining.extend import load_extensions
 from pretraining.planning.gpus import find_gpu
-from pretraining.planning.screen import as_text, full_plan
+from pretraining.planning.screen import as_text, fewest_ranks, full_plan
 from pretraining.planning.setup import Setup
 from pretraining.recipe import RECIPES, Recipe, load_recipe
 from pretraining.recipe.fixed_keys import differs_from_published
+from pretraining.recipe.refusals import load_recipe_and_ds_config
 from pretraining.reporting.published import curve_of
 from pretraining.training.schedule import own_schedule
 from tests.gear.runs import Run, completed, made_once
@@ -69,6 +70,7 @@ MACHINES = {  # as the runs had where that is known
     "olmo2-1b": (64, "H100"),
     "olmo2-7b": (128, "H100"),
     "olmo3-7b-stage2": (128, "H100"),
+    "olmo3-7b-stage3": (64, "H100"),
     "olmo3-7b": (256, "H100"),
     "olmoe": (128, "H100"),
     "pythia-1.4b": (64, "A100-40GB"),
@@ -341,3 +343,12 @@ def test_each_trains_with_its_own_groups_and_schedule(name, published_run):
         assert rate is None or f"learning rate {rate:g}," in said
         assert decay is None or f"weight decay {decay:g}," in said
     assert load_recipe(str(run.dir.recipe)).published == recipe.published
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("**/*.json")), ids=lambda path: path.stem)
+def test_no_recipe_here_is_refused_by_every_command(path):
+    """The layout that it names goes with its model, on the fewest ranks that it may have."""
+    if path.name == "schema.json" or path.parent.name in ("stages", "files", "curves"):
+        return
+    recipe, ds_config = load_recipe_and_ds_config(str(path))
+    assert load_recipe_and_ds_config(str(path), world_size=fewest_ranks(ds_config))[0] == recipe
