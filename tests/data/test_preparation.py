@@ -270,7 +270,8 @@ def test_a_list_that_changes_meanwhile_is_named(corpus, tmp_path, key):
         rules.append({"rule": "blocklist", "path": str(words)})
         recipe = recipe_file(tmp_path, corpus, filters=rules)
     else:
-        recipe = recipe_file(tmp_path, corpus, filters=rules, decontaminate={"folder": str(words.parent)})
+        sets = {"folder": str(words.parent), "shortest": 1}
+        recipe = recipe_file(tmp_path, corpus, filters=rules, decontaminate=sets)
     finished = execute(command(recipe, tmp_path / "data", "--executor", "inline"))
     assert finished.code == 2 and not (tmp_path / "data" / "corpus").exists()
     assert f"data.{key}: what it reads has changed while the data was prepared" in finished.stderr

@@ -115,8 +115,9 @@ GPT_OSS = {
 MODELS = {"gpt2": SMALL_RECIPE["model"], "llama": LLAMA, "qwen3_moe": EXPERTS}
 FAMILIES = {**MODELS, "qwen3": QWEN3, "mixtral": MIXTRAL}
 OTHER_MODELS = {
-    "olmo2": {**LLAMA, "model_type": "olmo2"},
-    "gemma": {**LLAMA, "model_type": "gemma", "head_dim": 16},
+    # as they are built here: their classes have a padding token of their own
+    "olmo2": {**LLAMA, "model_type": "olmo2", "pad_token_id": None},
+    "gemma": {**LLAMA, "model_type": "gemma", "head_dim": 16, "pad_token_id": None},
     "gpt_neox": {**{k: v for k, v in LLAMA.items() if "key_value" not in k}, "model_type": "gpt_neox"},
     "qwen2_moe": {
         **LLAMA,
