@@ -54,9 +54,8 @@ class RunResult:
     metrics: dict[str, float]  # newest value of every metric, by its name in metrics.jsonl: `eval/loss`, ...
     export: Path | None  # the `from_pretrained` folder of a finished run
     report: Path | None
-    stop_asked: bool = (
-        False  # also of a run that finished, if the request came during its last step or its export
-    )
+    stop_asked: bool = False
+    """Also of a run that finished, if the request came during its last step or its export."""
 
     @classmethod
     def of(cls, folder: Path, exit_reason: str, stop_asked: bool) -> "RunResult":

@@ -250,12 +250,12 @@ def with_effect(options: argparse.Namespace) -> dict[str, bool]:
         dtype, column = form in ("bin", "mds"), form == "mds"
         return {**dict.fromkeys(("tokenizer", "validation_share"), form), "dtype": dtype, "column": column}
     if options.verb == "inspect":
-        of_documents = options.block is options.sample is None
-        is_drawn = of_documents and options.document is options.search is None
-        has_length = options.sample is not None or options.sequence_length is None
-        recipe = not of_documents and has_length
-        length = {"set": options.recipe is not None, "recipe": recipe, "sequence_length": not of_documents}
-        return {**length, "count": of_documents, "seed": is_drawn}
+        of_documents = options.block is None and options.sample is None
+        is_drawn = of_documents and options.document is None and options.search is None
+        # of a block it says the length alone
+        recipe = options.sample is not None or (options.block is not None and options.sequence_length is None)
+        of_blocks = {"recipe": recipe, "set": options.recipe is not None, "sequence_length": not of_documents}
+        return {**of_blocks, "count": of_documents, "seed": is_drawn}
     return {}
 
 

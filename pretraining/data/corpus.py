@@ -2,7 +2,6 @@
 
 import os
 import sysconfig
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +30,7 @@ from pretraining.data.text_files import (
 )
 from pretraining.errors import UserError, reason_of, require
 from pretraining.outside.addresses import is_remote
+from pretraining.outside.files import UNREADABLE
 from pretraining.recipe.data import Data, Source, TextOrigin, ValidationSource
 
 # Folders of packages installed beside the library, of tests and bytecode: none is text of the library.
@@ -145,7 +145,7 @@ class HubSource:
             try:
                 for number, row in enumerate(rows.shard(rows.num_shards, extent.file), start=1):
                     yield self.column.document(row, f"{place}:row {number}")
-            except (OSError, ValueError, RuntimeError, EOFError, zlib.error) as error:
+            except (*UNREADABLE, ValueError, RuntimeError) as error:
                 raise self._unreachable(error) from error
 
     def cut(self, piece_bytes: int) -> list[list[Extent]]:
@@ -166,7 +166,7 @@ class HubSource:
         named = {"split": self.split, "revision": self.identity.get("commit") or self.revision}
         try:
             return datasets.load_dataset(self.dataset, self.config, **named, streaming=True)
-        except (OSError, ValueError, RuntimeError, EOFError, zlib.error) as error:
+        except (*UNREADABLE, ValueError, RuntimeError) as error:
             raise self._unreachable(error) from error
 
     def _unreachable(self, error: Exception) -> UserError:

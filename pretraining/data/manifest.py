@@ -318,18 +318,18 @@ def check_blocks(
     trained, held_out = Counter[int](), Counter[int]()
     for counter, split in ((trained, "train"), (held_out, "validation")):
         for shard in splits[split]["shards"]:
-            counter[shard.get("source") or 0] += shard[
-                "tokens"
-            ]  # None: of a single source in older data sets
+            source = shard.get("source") or 0  # None: of a single source in older data sets
+            counter[source] += shard["tokens"]
     own = data.validation.sources if data.validation else []
-    needed = [(f"data.validation.sources.{number}", each) for number, each in enumerate(own)]
-    found = [held_out.pop(len(data.sources) + number, 0) for number in range(len(own))]
-    if is_mixed(data):
-        needed += [(f"data.sources.{number}", each) for number, each in enumerate(data.sources)]
-        found += [trained[number] for number in range(len(data.sources))]
-    for (key, source), there in zip(needed, found, strict=True):
-        if there < wanted:
-            what = f"{key} ({source.called}) has {there:,} tokens, too few for one block of {wanted:,}"
+    needed = {
+        f"data.validation.sources.{number} ({each.called})": held_out.pop(len(data.sources) + number, 0)
+        for number, each in enumerate(own)
+    }
+    for number, each in enumerate(data.sources if is_mixed(data) else ()):
+        needed[f"data.sources.{number} ({each.called})"] = trained[number]
+    for what, found in needed.items():
+        if found < wanted:
+            what += f" has {found:,} tokens, too few for one block of {wanted:,}"
             remedy = "add text to it, leave it out, or shorten the sequence length"
             raise UserError(f"data {data.name!r}: {what}; {remedy}")
     counts = {"train": splits["train"]["tokens"]}

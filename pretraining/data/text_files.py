@@ -10,7 +10,6 @@ import io
 import itertools
 import json
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -23,7 +22,7 @@ import orjson
 
 from pretraining.errors import UserError, nearest, reason_of, require
 from pretraining.outside.addresses import is_remote
-from pretraining.outside.files import regular
+from pretraining.outside.files import UNREADABLE, regular
 from pretraining.recipe.data import Condition
 
 WHOLE_FILE_SUFFIXES = (".txt", ".py", ".rst", ".md", ".html")
@@ -62,8 +61,8 @@ VERSION_KEYS = (
     "LastModified",
     "last_modified",
     "Last-Modified",
+    "created",
 )
-VERSION_KEYS += ("created",)
 """The names that stores give to a value that changes with a file's content, best first."""
 
 BUFFER_BYTES = 1 << 20
@@ -430,7 +429,7 @@ def _lines(file: InputFile, extent: Extent, goes_on: bool = False) -> Iterator[t
         for number in itertools.count(1):
             try:
                 raw = lines.readline(MAX_LINE_BYTES)
-            except (EOFError, OSError, zlib.error) as error:
+            except UNREADABLE as error:
                 raise _damaged(file.address, error) from error
             if not raw or (extent.stop is not None and at >= extent.stop and not goes_on):
                 return
@@ -560,7 +559,7 @@ def _read_warc(file: InputFile) -> Iterator[Document]:
                     raise _damaged(place, missing)
                 if archive.readline(BUFFER_BYTES).strip():
                     raise _damaged(place, "text follows its last byte: its Content-Length is wrong")
-            except (EOFError, OSError, zlib.error) as error:
+            except UNREADABLE as error:
                 raise _damaged(place, error) from error
             if document is not None:
                 yield document

@@ -3,7 +3,6 @@
 import math
 import random
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from pretraining.ds_config import NOT_SPLIT, Degrees
 from pretraining.errors import UserError, nearest, reason_of, require
 from pretraining.evaluation.sampling import continued, encode, encode_start, evaluation_mode, seeded
-from pretraining.outside.files import COUNT, NUMBER, TEXT, json_lines, object_of
+from pretraining.outside.files import COUNT, NUMBER, TEXT, UNREADABLE, json_lines, object_of
 from pretraining.outside.schema import check, fits, read_json
 from pretraining.runtime.process_group import gather_from_ranks, rank_groups
 from pretraining.upstream.lm_eval import no_task_bars
@@ -179,19 +178,19 @@ class HellaSwag:
 
     def measure(self, model: nn.Module, interrupted: Asked = never) -> dict[str, float]:
         """Compute {"hellaswag/acc", "hellaswag/acc_norm"}; every rank must call it. Raises `MeasurementStopped`."""
-        answers = self.answers(model, interrupted)
-        if None in answers:
+        answers = zip(self.items, self.answers(model, interrupted), strict=True)
+        chosen = [(item, choice) for item, choice in answers if choice is not None]
+        if len(chosen) < len(self.items):
             return dict.fromkeys(("hellaswag/acc", "hellaswag/acc_norm"), math.nan)
-        chosen = list(zip(self.items, answers, strict=True))
         right = sum(choice.plain == item.right for item, choice in chosen)
         right_norm = sum(choice.normalised == item.right for item, choice in chosen)
         return {"hellaswag/acc": right / len(chosen), "hellaswag/acc_norm": right_norm / len(chosen)}
 
-    def answers(self, model: nn.Module, interrupted: Asked = never) -> list[Any]:
-        """Find the model's `Choice` in each item; None where its logits are not finite."""
+    def answers(self, model: nn.Module, interrupted: Asked = never) -> list[Choice | None]:
+        """Find the model's choice in each item; None where its logits are not finite."""
         # scores come in the order of the pairs: the endings of the first item, then of the next
         scores = iter(score(model, self.pairs, self.passes, interrupted))
-        answers = []
+        answers: list[Choice | None] = []
         for item in self.items:
             plain = [next(scores).log_probability for _ in item.endings]
             # An ending may be empty once its marks are removed.
@@ -218,7 +217,7 @@ def read_items(source: str, limit: int | None = None) -> list[Item]:
     if source.endswith((".jsonl", ".jsonl.gz")) or Path(source).is_file():
         try:
             rows = [(f"line {number}", row) for number, row in islice(json_lines(Path(source)), limit)]
-        except (OSError, EOFError, ValueError, zlib.error) as error:
+        except (*UNREADABLE, ValueError) as error:
             remedy = "check the path" if isinstance(error, FileNotFoundError) else "fetch it again"
             what = f"{source}: cannot be read ({reason_of(error)}); {remedy}"
             raise UserError(f"evaluation.hellaswag: {what}") from error

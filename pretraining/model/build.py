@@ -193,9 +193,10 @@ def compute_buffers(model: PreTrainedModel) -> None:
 
     A rule may draw a child's parameters too: whoever calls this gives the model its weights afterwards.
     """
-    for module in model.modules():
-        unsaved = {name for name, _ in module.named_buffers(recurse=False)} - module.state_dict().keys()
-        if unsaved and next(module.parameters(recurse=False), None) is None:
+    saved = model.state_dict().keys()
+    for path, module in model.named_modules():
+        buffers = {name for name, _ in module.named_buffers(path, recurse=False)}
+        if buffers - saved and next(module.parameters(recurse=False), None) is None:
             draw_module(model, module)
 
 

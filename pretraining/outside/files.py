@@ -6,12 +6,15 @@ import json
 import os
 import re
 import stat
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 30
 """The largest file that is read whole. The manifest of a million shards has half of it."""
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What reading a file raises, compressed ones too, if it is not whole."""
 
 NAME = {"type": "string", "pattern": r"[^/\\\x00-\x1f\x7f]+(?<!^\.)(?<!^\.\.)"}
 """Schema of a name that becomes one part of a path: no separator, no control character, neither `.` nor `..`."""

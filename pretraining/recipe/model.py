@@ -285,9 +285,12 @@ def properties_of(model: dict) -> dict:
 def model_with_defaults(model: dict) -> dict:
     """A model section over its configuration class's own defaults, as the schemas record them.
 
-    But for one: a mixture returns its routers' scores, by which it is balanced and its load is counted.
+    But for two: a mixture returns its routers' scores, by which it is balanced and its load is counted; and no text is
+    padded here (`without_padding`).
     """
     defaults = {key: value["default"] for key, value in properties_of(model).items() if "default" in value}
+    if "pad_token_id" in defaults:
+        defaults |= without_padding(model)
     values = {**defaults, **model}
     if "output_router_logits" not in model and _has_experts(values):
         values["output_router_logits"] = True

@@ -25,7 +25,6 @@ from pretraining.recipe.model import (
     own_key,
     why_not,
     why_not_apart,
-    without_padding,
 )
 from pretraining.recipe.optimizer import Mup, Optimizer, check_mup
 from pretraining.recipe.section import RECIPES, TEXT, Section, check_folder_name, described
@@ -269,10 +268,7 @@ class Recipe:
         for name in ("balance_weight", "sequence_balance") if reason and self.loss.balance == "auto" else ():
             if getattr(self.loss, name) != getattr(sections.Loss, name):
                 yield f"loss.{name}: does nothing: {reason}"
-        padding = {**self.model.with_defaults(), **without_padding(self.model), **self.model}.get(
-            "pad_token_id"
-        )
-        if padding is not None:
+        if (padding := self.model.with_defaults().get("pad_token_id")) is not None:
             yield f"model.pad_token_id: no text is padded here, and the input row of token {padding:,} learns nothing"
         if self.weights.draw and self.weights.initial_weights:
             yield "model.draw: does nothing: model.initial_weights has all of them"

@@ -1,15 +1,12 @@
 """The page of one or several runs: what it shows, as plain JSON values, and the HTML that shows it."""
 
-import fcntl
 import html
 import json
 import math
-import os
 import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from itertools import count
@@ -25,7 +22,7 @@ from pretraining.reporting.analysis import Analysis, analyze, sentences
 from pretraining.reporting.published import curve_of
 from pretraining.reporting.run_record import RunRecord, Standing
 from pretraining.runtime.console_log import console_tail
-from pretraining.runtime.durable_files import replacing
+from pretraining.runtime.durable_files import one_at_a_time, replacing
 from pretraining.runtime.run_folder import event_seconds, trained_on_processor
 from pretraining.runtime.wall_time import CAUSES
 
@@ -108,19 +105,10 @@ def joined(names: tuple[str, ...]) -> str:
 def write_page(path: Path, text: str) -> None:
     """Replace the page atomically: a reader sees the old page or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        # The run writes its page while a user asks for one. Where a disk has no such lock, they take the chance.
-        with suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        with replacing(path, "wb") as file:
-            # Lone surrogates, which no browser can show, become question marks.
-            file.write(text.encode("utf-8", errors="replace"))
-    finally:
-        # a process that was forked meanwhile has the folder open too
-        with suppress(OSError):
-            fcntl.flock(folder, fcntl.LOCK_UN)
-        os.close(folder)
+    # the run writes its page while a user asks for one
+    with one_at_a_time(path.parent), replacing(path, "wb") as file:
+        # Lone surrogates, which no browser can show, become question marks.
+        file.write(text.encode("utf-8", errors="replace"))
 
 
 def page_payload(runs: list[dict], every_seconds: float | None) -> dict:

@@ -4,7 +4,6 @@ Answers are kept in ~/.cache/pretraining/models (or $PRETRAINING_MODEL_CACHE), u
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pretraining.runtime.durable_files import one_at_a_time
 from pretraining.runtime.exit_codes import variables_of_a_helper
 
 
@@ -31,12 +31,11 @@ def answered(kind: str, depends_on: Sequence[str], key: str, ask: Callable[[], d
     file = Path(folder) / f"{kind}{digest}.json"
     if kept := _kept(file, key):
         return kept
-    with contextlib.ExitStack() as held:
-        # ranks start together, and one asks for all of a machine; without a folder, or on a disk without locks, each
-        # asks for itself
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            fcntl.flock(held.enter_context(file.with_suffix(".lock").open("w")), fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    # ranks start together, and one asks for all of a machine; without a folder, or on a disk without locks, each asks
+    # for itself
+    with one_at_a_time(file.with_suffix(".lock")):
         answer = _kept(file, key) or ask()  # another rank of this machine may have asked meanwhile
         if "error" not in answer:
             with contextlib.suppress(OSError):

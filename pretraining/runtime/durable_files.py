@@ -4,12 +4,13 @@ A file is written under another name beside its place, synced to the disk, and t
 hide a full disk: `one_line_disk_errors` finds the reason.
 """
 
+import fcntl
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -48,6 +49,22 @@ def replacing_folder(folder: Path, is_new: bool = False) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     flush_folder(folder.parent)
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Let one process after the other into the block. Where nothing can be locked at `path`, nobody waits.
+
+    path: a folder that is there, or a file, which is made.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):  # a folder that may not be written to, a filesystem without locks
+            file = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT)
+            held.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # before it is closed: a process that was forked meanwhile has the file open too
+            held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        yield
 
 
 def flush_folder(folder: Path) -> None:

@@ -5,8 +5,6 @@ again. If a compile is killed, it leaves a lock file, and torch waits for it for
 a digest of everything that goes into the compile. The system releases the lock when its process ends.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -23,7 +21,7 @@ import torch.utils.cpp_extension as cpp_extension
 
 from pretraining.ds_config import optimizer_device, parameter_device
 from pretraining.errors import UserError
-from pretraining.runtime.durable_files import sync_to_disk
+from pretraining.runtime.durable_files import one_at_a_time, sync_to_disk
 from pretraining.upstream.toolchain import missing_for_operators
 from pretraining.upstream.torch import folder_of_operators, import_library, replace_loader
 
@@ -66,10 +64,8 @@ def _kept(load: Callable) -> Callable:
                 print(line, flush=True)
             folder.mkdir(parents=True, exist_ok=True)
             # others wait until this process has compiled, and this one for them
-            with (folder / "compiling").open("w") as file:
-                # a filesystem without locks: nobody waits, the work is done twice, and the last result counts
-                with contextlib.suppress(OSError):
-                    fcntl.flock(file, fcntl.LOCK_EX)
+            # a filesystem without locks: nobody waits, the work is done twice, and the last result counts
+            with one_at_a_time(folder / "compiling"):
                 # looked for again under the lock: another process may have compiled it meanwhile
                 if not library.exists():
                     for abandoned in folder.glob("part-*"):

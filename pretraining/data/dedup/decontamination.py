@@ -5,7 +5,6 @@ A document is found by a shared n-gram of words (13 by default, as in Brown et a
 everywhere: they are left out and counted.
 """
 
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from pretraining.data.dedup.ngrams import batches_of, ngrams_of, units_of
 from pretraining.data.quality.chain import added
 from pretraining.data.text_files import files_below, local_file, read_documents, unread_note
 from pretraining.errors import UserError, require
-from pretraining.outside.files import json_lines
+from pretraining.outside.files import UNREADABLE, json_lines
 from pretraining.recipe.data import Decontaminate
 
 _FILTER_BITS = 24
@@ -155,7 +154,7 @@ def read_evaluation_sets(folder: str | None = None, tasks: list[str] = ()) -> It
                 yield from ((name, text) for text in _strings_of(value))
         except ValueError as error:
             raise UserError(f"{path}:{error}; mend or remove the line") from error
-        except (OSError, EOFError, zlib.error) as error:
+        except UNREADABLE as error:
             raise UserError(f"{path}: cannot be read ({error}); fetch or convert it again") from error
     for name in tasks:
         managers = require("lm_eval.tasks", f"data.decontaminate.tasks ({name})")

@@ -5,7 +5,6 @@ between. The file of weights is read without anybody's code. fastText itself wou
 that is pinned only reads models.
 """
 
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from zipfile import BadZipFile
@@ -15,10 +14,8 @@ from scipy.sparse import csr_matrix, vstack
 
 from pretraining.data.dedup.ngrams import ngrams_of, units_of
 from pretraining.errors import UserError
+from pretraining.outside.files import UNREADABLE
 from pretraining.runtime.durable_files import replacing
-
-_DAMAGE = (OSError, ValueError, EOFError, BadZipFile, zlib.error)
-"""What numpy and zipfile raise for a file that is not whole."""
 
 BUCKET_BITS = 18
 """2**18 weights: a file of 1 MB at most, and few collisions among the words that tell texts apart."""
@@ -55,7 +52,15 @@ class Classifier:
         try:
             with np.load(path) as file:
                 weights = file["weights"]
-        except (*_DAMAGE, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+        except (
+            *UNREADABLE,
+            BadZipFile,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            NotImplementedError,
+        ) as error:
             what = f"no classifier of `python -m pretraining.data quality` ({error})"
             raise UserError(f"{path}: {what}; train one") from error
         if weights.shape != (NUM_WEIGHTS,) or weights.dtype != np.float32:
